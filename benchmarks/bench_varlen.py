@@ -19,7 +19,6 @@ from benchmarks.packed import (
     OURS,
     PACKED,
     PEERS,
-    PLANNED,
     Dense,
     PackedCell,
     PackedReference,
@@ -68,15 +67,14 @@ def markdown(rows: Sequence[Row]) -> str:
     cells = [cell for cell in CELLS if any(row.cell == cell.name for row in rows)]
     lines = []
     for cell in (cell for cell in cells if not cell.is_cached):
-        ours, planned, dense = (found.get((cell.name, name)) for name in (PACKED, PLANNED, DENSE))
+        ours, dense = (found.get((cell.name, name)) for name in (PACKED, DENSE))
         theirs = [report.time_text(found.get((cell.name, name))) for name in PEERS]
         over_dense = report.speed_text(report.speed_over(ours, dense))
-        times = map(report.time_text, (ours, planned))
-        line = [cell.label, *times, *theirs, report.best_peer_text(ours)]
+        line = [cell.label, report.time_text(ours), *theirs, report.best_peer_text(ours)]
         lines.append([*line, report.time_text(dense), over_dense])
     tables = []
     if lines:
-        header = ["sequences", PACKED, PLANNED, *PEERS, "over the best peer", DENSE, "over dense"]
+        header = ["sequences", PACKED, *PEERS, "over the best peer", DENSE, "over dense"]
         tables.append(report.markdown_table(header, lines))
     lines = []
     names = [one.name for one in OURS if one.name != DENSE]

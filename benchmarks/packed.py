@@ -227,20 +227,6 @@ class Ours:
         return {"": call}
 
 
-class Planned(Ours):
-    """The same call with metadata, made once as a model's layers share it."""
-
-    def prepare(self, cell: PackedCell, tensors: Tensors) -> dict[str, Call]:
-        host = packed_lengths(cell, torch.device("cpu"))
-        metadata = fa3.get_scheduler_metadata(
-            cell.batch, cell.seqlen_q, cell.seqlen_k, cell.heads_q, cell.heads_kv, cell.head_dim,
-            None, tensors.q.dtype, cell.head_dim_v, host["cu_seqlens_q"], causal=cell.causal,
-            cu_seqlens_k=host["cu_seqlens_k"],
-        )  # fmt: skip
-        (call,) = super().prepare(cell, tensors).values()
-        return {"": functools.partial(call, scheduler_metadata=metadata)}
-
-
 class Dense(Ours):
     """The same call on a batch of equal lengths."""
 
@@ -331,11 +317,8 @@ class Fa4Cute(peers.Fa4Cute):
         return {"": call}
 
 
-PACKED, PLANNED, DENSE, CACHED = "fa3", "fa3-metadata", "fa3-dense", "fa3-kvcache"
-OURS = [
-    Ours(PACKED, num_splits=0), Planned(PLANNED), Dense(DENSE), Cached(CACHED),
-    *map(Paged, PAGE_SIZES),
-]  # fmt: skip
+PACKED, DENSE, CACHED = "fa3", "fa3-dense", "fa3-kvcache"
+OURS = [Ours(PACKED, num_splits=0), Dense(DENSE), Cached(CACHED), *map(Paged, PAGE_SIZES)]
 PEERS = {kind.name: kind for kind in (Fa3Cpp, Fa4Cute)}
 NAMES = (*(one.name for one in OURS), *PEERS)
 
@@ -349,9 +332,9 @@ def providers_of(
         found: the peers that could be imported.
         only: names to keep; all if empty.
     """
-    packed, planned, dense, *on_caches = OURS
+    packed, dense, *on_caches = OURS
     beside = on_caches if cell.is_cached else [dense] if dense.supports(cell) is None else []
-    return [one for one in (packed, planned, *beside, *found) if not only or one.name in only]
+    return [one for one in (packed, *beside, *found) if not only or one.name in only]
 
 
 def shrink(cell: PackedCell) -> PackedCell:

@@ -204,8 +204,8 @@ def packed_lengths(draw: Draw) -> tuple[list[int], list[int]]:
     return queries, keys
 
 
-def packed_arguments(draw: Draw) -> tuple[Heads, dict]:
-    """What packed calls with and without gradients take."""
+def packed_arguments(draw: Draw) -> tuple[Heads, dict, bool]:
+    """What packed calls with and without gradients take; and whether the host sees lengths."""
     heads, (queries, keys) = Heads.drawn(draw), packed_lengths(draw)
     arguments = heads.operands(draw, (sum(queries),), (sum(keys),))
     arguments |= {
@@ -220,19 +220,16 @@ def packed_arguments(draw: Draw) -> tuple[Heads, dict]:
     if draw.maybe(0.2):
         arguments["seqused_k"] = integers(*(n // 2 for n in keys))
     arguments |= scores(draw, heads, len(keys))
-    if draw.maybe(0.5):
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
-            arguments[f"{name}_cpu"] = draw.on_host(arguments.get(name))
-    return heads, arguments
+    return heads, arguments, draw.maybe(0.5)
 
 
 def packed(draw: Draw) -> Call:
-    heads, arguments = packed_arguments(draw)
+    heads, arguments, is_on_host = packed_arguments(draw)
     arguments |= outputs(draw, heads, (len(arguments["q"]),))
     kind = draw.pick("plain", "plain", "metadata", "margin", "function", "dropout")
     batch = len(arguments["cu_seqlens_q"]) - 1
-    if kind == "metadata" and "cu_seqlens_q_cpu" not in arguments:
-        arguments["scheduler_metadata"] = packed_metadata(draw, heads, arguments)
+    if kind == "metadata":
+        arguments["scheduler_metadata"] = packed_metadata(draw, heads, arguments, is_on_host)
     elif kind == "margin":
         arguments["sm_margin"] = 16
     elif kind == "function":
@@ -242,20 +239,22 @@ def packed(draw: Draw) -> Call:
     return Call(fa3.flash_attn_varlen_func, arguments)
 
 
-def packed_metadata(draw: Draw, heads: Heads, call: dict) -> object:
-    """Metadata of a packed call, made from its lengths on the host."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q")
+def packed_metadata(draw: Draw, heads: Heads, call: dict, is_on_host: bool) -> object:
+    """Metadata of a packed call, made from its lengths on the host or on the GPU."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    lengths = {
+        name: draw.on_host(call.get(name)) if is_on_host else call.get(name) for name in names
+    }
     return fa3.get_scheduler_metadata(
         len(call["cu_seqlens_q"]) - 1, call["max_seqlen_q"], call["max_seqlen_k"], heads.q,
-        heads.kv, heads.dim, draw.on_host(call.get("seqused_k")), heads.dtype, heads.dim_v,
+        heads.kv, heads.dim, lengths.pop("seqused_k"), heads.dtype, heads.dim_v,
         causal=call["causal"], window_size=call.get("window_size", (-1, -1)),
-        has_softcap="softcap" in call, num_splits=call["num_splits"],
-        **{name: draw.on_host(call.get(name)) for name in names},
+        has_softcap="softcap" in call, num_splits=call["num_splits"], **lengths,
     )  # fmt: skip
 
 
 def packed_backward(draw: Draw) -> Call:
-    _, arguments = packed_arguments(draw)
+    _, arguments, _ = packed_arguments(draw)
     arguments |= {"deterministic": draw.maybe(), "return_lse": draw.maybe()}
     if draw.maybe():
         arguments |= dropout(draw)

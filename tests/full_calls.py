@@ -61,13 +61,6 @@ def packed() -> dict:
     return tensors | lengths | {name: used.clone() for name in ("seqused_q", "seqused_k")}
 
 
-def known() -> dict:
-    """Return the same with all lengths on the CPU once more."""
-    tensors = packed()
-    again = {f"{name}_cpu": x.clone() for name, x in tensors.items() if "seq" in name}
-    return tensors | again
-
-
 def attend_packed(tensors: dict):
     tensors = dict(tensors, max_seqlen_q=12, max_seqlen_k=12)
     score, mask = Shift(tensors.pop("score.by")), Only(tensors.pop("mask.head"))
@@ -104,7 +97,6 @@ def lengths() -> dict:
 CALLS = {
     "attend": (attend, attention),
     "varlen": (attend_packed, packed),
-    "known": (attend_packed, known),
     "cache": (lambda tensors: fa3.flash_attn_with_kvcache(**tensors), cached),
     "combine": (lambda tensors: fa3.flash_attn_combine(**tensors), combined),
     "metadata": (

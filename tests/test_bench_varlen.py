@@ -132,7 +132,7 @@ def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peers):
         assert {"fa3-cpp", "fa4-cute"} < {row.provider for row in rows}
         assert {("fa3", "host"), ("fa4-cute", "host"), ("fa3-dense", "equal-cell")} < set(compiled)
         assert "fa3-cpp" not in {name for name, _ in compiled}
-        of_host = {"fa3", "fa3-metadata", "fa3-cpp", "fa4-cute"}
+        of_host = {"fa3", "fa3-cpp", "fa4-cute"}
         assert set(json.loads((tmp_path / HOST_NAME).read_text())) == of_host
         assert "host, us a call: fa3 25.0" in capsys.readouterr().out
         # What there is is not measured again.

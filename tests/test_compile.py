@@ -37,7 +37,6 @@ from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, Til
 from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
 from fa3.schedules.ragged import RaggedTiles
-from fa3.schedules.split import RaggedSplit
 from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap
@@ -121,7 +120,6 @@ def cases():
     for head_dim, mask, schedule_type in (
         (128, "causal", RaggedTiles),
         (256, "window", RecomputeRaggedTiles),
-        (256, "window", RaggedSplit),
     ):
         spec = spec_of(head_dim, mask)
         fixed = schedule_type is not RecomputeRaggedTiles and takes_fixed_reference(spec)

@@ -18,8 +18,7 @@ import fa3
 from fa3.calls import decode, launcher
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.forward import PreparedCall
-from fa3.calls.known_lengths import HostTiles
-from fa3.calls.launcher import PartMemory, Tiles
+from fa3.calls.launcher import Tiles
 from fa3.calls.packed_calls import PreparedMultiSequence, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
@@ -27,9 +26,7 @@ from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.segment_table import SegmentTableArguments
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.launch import Launch, template_of
-from fa3.planning.ragged import words_of_table
 from fa3.planning.routes import PackedSizes
-from fa3.problem import Window
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.varlen import RaggedOperands
 from fa3.running import counters, graphs
@@ -112,35 +109,20 @@ def is_dense() -> None:
     call.launch(Q, Q, Q, Q, None, None, 1.0)
 
 
-def is_packed(known=None, may_cut: bool = False) -> None:
+def is_packed(splits: bool = False) -> None:
     whole, split = (
         tuple(launch(one, ForwardArguments) for one in (main, computes_again))
         for main in (marks_rows, merges_parts)
     )
-    kernels = (
-        launch(makes_table, TileTableArguments),
-        whole,
-        lambda: split,
-        lambda: (launch(makes_table, SegmentTableArguments), *split),
-    )
+    table = launch(makes_table, TileTableArguments)
+    tables_and_split = launch(makes_table, SegmentTableArguments), *split
     plan = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64))
-    call = PreparedVarlen(plan, *kernels, Window(right=0), 128, 112, 132)
-    call.launch(OPERANDS, 8, 8, None, 1.0, known=known, may_cut=may_cut)
+    call = PreparedVarlen(plan, table, whole, lambda: tables_and_split, 128, 112, 132)
+    call.launch(OPERANDS, 8, 8, None, 1.0, splits=splits)
 
 
 def is_split_on_the_gpu() -> None:
-    is_packed(may_cut=True)
-
-
-def has_known_lengths(**cut) -> None:
-    table = torch.zeros(words_of_table(4), dtype=torch.int32)
-    tiles = HostTiles(SimpleNamespace(on=lambda *place: table), **cut)
-    is_packed(SimpleNamespace(on=lambda *place: tiles, longest_q=8))
-
-
-def has_tiles_that_are_cut() -> None:
-    segments = SimpleNamespace(on=lambda *place: torch.ones(8, dtype=torch.int32))
-    has_known_lengths(segments=segments, num_ctas=3, memory=PartMemory.of(4, 128, 64))
+    is_packed(splits=True)
 
 
 def shares_tiles() -> None:
@@ -186,8 +168,6 @@ def run_up_to(call: Callable[[], None], steps: int) -> int:
         decodes_packed,
         is_dense,
         is_packed,
-        has_known_lengths,
-        has_tiles_that_are_cut,
         is_split_on_the_gpu,
         shares_tiles,
     ],

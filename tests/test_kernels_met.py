@@ -111,7 +111,7 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
         attends = prepare_on_pages(model, window, *sizes).decode
         if isinstance(attends, PreparedMixed):
-            attends.long.split_on_gpu()
+            attends.long.split()
         assert loaded.keys() <= compiled, (window, *sizes)
     assert len(loaded) > 2
 
@@ -137,7 +137,6 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
         )  # fmt: skip
         call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
         call.gpu.alone.split()
-        call.gpu.alone.split_on_gpu()
         for queries, overlaps_forward in product(QUERIES, (False, True)):
             call.gpu.short(queries, overlaps_forward)
         assert loaded.keys() <= compiled, window
@@ -435,15 +434,12 @@ OF_STEP = PackedSizes(8, 32, 4096, 0, 512, 8192)
     ("fields", "sizes", "name", "most"),
     [
         ({}, {}, routes.BOTH, 32),
-        ({}, {"fewest_q": 32}, routes.BOTH, 32),
-        ({}, {"fewest_q": 33}, routes.FORWARD, 0),
         ({}, {"total_q": 0}, routes.NOTHING, 0),
         ({}, {"max_seqlen_k": 0}, routes.ZEROS, 0),
         ({}, {"max_seqlen_q": 32}, routes.DECODE, 32),
         ({}, {"batch": 1, "total_q": 200}, routes.BOTH_SPLIT, 32),
         ({}, {"batch": 1, "total_q": 512}, routes.BOTH, 32),
         ({}, {"batch": 1, "total_q": 200, "max_seqlen_q": 200}, routes.SPLIT, 0),
-        ({}, {"batch": 1, "total_q": 200, "fewest_q": 33}, routes.SPLIT, 0),
         ({}, {"batch": 1, "total_q": 200, "max_seqlen_q": 64}, routes.DECODE, 64),
         ({}, {"batch": 1, "total_q": 200, "max_seqlen_k": 4095}, routes.BOTH, 32),
         ({"has_packed_queries": False}, {}, routes.DECODE, 512),

@@ -373,7 +373,7 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
     """The forward kernel may read them once more when it has written O. It knows lengths only."""
     attended = []
 
-    def attend(self, operands, tables, modifiers, scale, seqlen_new, known, descales):
+    def attend(self, operands, tables, modifiers, scale, seqlen_new, descales):
         q, out, seqlens = operands.q, operands.out, operands.seqused_k
         attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 

@@ -320,16 +320,13 @@ def test_an_output_apart_from_the_tensors_of_functions(paged):
         fa3.flash_attn_varlen_func(**paged | {"score": score, "out": memory})
 
 
-def test_metadata_does_not_know_which_queries_are_used(paged):
+def test_metadata_changes_no_bit(paged):
     metadata = fa3.get_scheduler_metadata(
         2, 3, 16, 4, 2, 64, paged["seqused_k"], cu_seqlens_q=paged["cu_seqlens_q"], page_size=16
     )
-    out = fa3.flash_attn_varlen_func(**paged, scheduler_metadata=metadata)
-    assert torch.equal(out, fa3.flash_attn_varlen_func(**paged))
-    with pytest.raises(NotImplementedError, match=r"^scheduler_metadata is not supported with"):
-        fa3.flash_attn_varlen_func(
-            **paged | {"seqused_q": integers(1, 1)}, scheduler_metadata=metadata
-        )
+    for call in (paged, paged | {"seqused_q": integers(1, 1), "out": torch.zeros_like(paged["q"])}):
+        out = fa3.flash_attn_varlen_func(**call, scheduler_metadata=metadata).clone()
+        assert torch.equal(out, fa3.flash_attn_varlen_func(**call))
 
 
 def test_functions_of_one_call_are_not_those_of_the_next(paged):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cuda_graphs import captured
 from free_counters import used_counters
+from host_table import TableKind, records_of
 from machine_code import inspect
 from problems import poisoned_allocations
 from score_problems import Recipe
@@ -33,7 +34,6 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.segment_table import CUTTERS, SegmentTable, segment_rows
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
-from fa3.planning.host_table import TableKind, records_of
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, words_of_table
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
@@ -264,9 +264,8 @@ class Step(NamedTuple):
 
 def host_blocks(table: np.ndarray, kind: TableKind, order: RaggedOrder, heads: int) -> list:
     """The first key block of each tile, and how many it has."""
-    records, found = records_of(table), []
-    for number in range(int(table[NUM_RECORDS])):
-        record = type(records)(*(int(field[number]) for field in records))
+    found = []
+    for number, record in enumerate(records_of(table)):
         for head in range(heads):
             m_block = record.m_block
             if max(record.seqlen_k, 1) > order.rows_at_once:

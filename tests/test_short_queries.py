@@ -199,7 +199,6 @@ def test_what_keeps_few_tiles_whole(attending):
 
 @pytest.mark.usefixtures("with_fewer_keys")
 def test_metadata_says_whether_keys_are_split(attending):
-    """Also where it knows no lengths, which are those on a GPU."""
     call = make_call(FEW)
     for num_splits, expected in ((0, [66 // 4 * 128]), (1, ["beside", "forward"])):
         attending.clear()
@@ -207,7 +206,6 @@ def test_metadata_says_whether_keys_are_split(attending):
             3, 60, 520, 4, 1, 64, None, torch.bfloat16, 64, call["cu_seqlens_q"], causal=True,
             cu_seqlens_k=call["cu_seqlens_k"], num_splits=num_splits,
         )  # fmt: skip
-        metadata.lengths = None
         fa3.flash_attn_varlen_func(**call, scheduler_metadata=metadata)
         assert attending == expected
         # A call that is not to split does not, whatever its metadata would let it.
@@ -265,13 +263,6 @@ def test_which_sequences_are_the_decode_kernels(case):
 def test_of_equal_lengths_few_may_be_used():
     of_call, _ = SIZES["equal chunks"]
     assert choose_route(signature_of(has_used_q=True), of_call).most_queries == 32
-
-
-def test_lengths_that_are_known_say_that_no_sequence_is_short():
-    of_call, _ = SIZES["beside chunks"]
-    for fewest, expected in ((32, 32), (33, 0)):
-        route = choose_route(signature_of(), of_call._replace(fewest_q=fewest))
-        assert (route.most_queries, route.has_forward) == (expected, True)
 
 
 def test_without_heads_there_is_nothing_to_do():

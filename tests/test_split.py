@@ -15,6 +15,7 @@ from valid_calls import OnGpu
 from fa3.calls import assertions as calls_assertions
 from fa3.calls import decode as decode_calls
 from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
+from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.planning import decode
 from fa3.primitives.divisor import PlainDivisor
@@ -287,17 +288,18 @@ def test_new_tokens_and_padding_count():
 def test_what_was_asked_for_stays():
     made = metadata([4096] * 132, heads=(8, 1), num_splits=3, sm_margin=8)
     assert not made.keeps_tiles_whole
-    assert made.options(0, 0, False) == made.options(3, 8, False) == (3, 8)
+    expected = Options(num_splits=3, sm_margin=8)
+    assert made.applied_to(Options()) == made.applied_to(expected) == expected
     with pytest.raises(ValueError, match=r"^num_splits must be 0 or, .* 3, got 2"):
-        made.options(2, 0, False)
+        made.applied_to(Options(num_splits=2))
     with pytest.raises(ValueError, match=r"^sm_margin must be 0 or, .* 8, got 1"):
-        made.options(0, 1, False)
+        made.applied_to(Options(sm_margin=1))
 
 
 def test_batch_invariance_does_not_look_at_the_lengths():
     made = metadata([4096] * 132, heads=(8, 1))
-    assert made.options(0, 0, False) == (1, 0)
-    assert made.options(0, 0, True) == (0, 0)
+    assert made.applied_to(Options()).num_splits == 1
+    assert made.applied_to(Options(batch_invariant=True)).num_splits == 0
 
 
 def made_for(call: dict, **options):
@@ -343,7 +345,7 @@ def test_lengths_on_a_gpu_decide_nothing(assertions, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     lengths = torch.full((132,), 4096, dtype=torch.int32).as_subclass(OnGpu)
     made = get_scheduler_metadata(132, 1, 4096, 8, 1, 128, lengths)
-    assert made == replace(metadata([4096] * 132, heads=(8, 1)), keeps_tiles_whole=False)
+    assert made == metadata([4096] * 132, heads=(8, 1))._replace(keeps_tiles_whole=False)
 
 
 def test_assertions_check_lengths_on_a_gpu(monkeypatch):

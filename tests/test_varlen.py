@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import pickle
 import random
 import resource
 import sys
@@ -18,6 +19,7 @@ from pairs import places
 from problems import make_problem
 from score_problems import Recipe
 from test_latest import operand, packed_operands
+from torch.fx.experimental.proxy_tensor import make_fx
 from valid_calls import OnGpu
 from varlen_problems import (
     WRONG_ENDS,
@@ -131,10 +133,30 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     integers = (call[name] for name in varlen.LENGTHS_OF_PACKED)
     sizes = len(call["k"]), 64
     expected = call["q"], call["k"], call["v"], out, lse, *integers, *sizes, None, 0.125
-    expected = *expected, None, None, None, None, False
+    expected = *expected, None, None, None, False
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
+
+
+def test_metadata_changes_no_bit_and_is_in_no_graph():
+    call = make_call(RAGGED)
+    _, heads_q, head_dim = call["q"].shape
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q"
+    metadata = fa3.get_scheduler_metadata(
+        len(call["cu_seqlens_q"]) - 1, max(1, call["max_seqlen_q"]), call["max_seqlen_k"], heads_q,
+        call["k"].shape[1], head_dim, call.get("seqused_k"), call["q"].dtype, call["v"].shape[2],
+        causal=call["causal"], window_size=call["window_size"], has_softcap=bool(call["softcap"]),
+        **{name: call.get(name) for name in names},
+    )  # fmt: skip
+    out = torch.zeros_like(call["q"])
+    found = flash_attn_varlen_func(**call, out=out, scheduler_metadata=metadata).clone()
+    assert torch.equal(found, flash_attn_varlen_func(**call, out=out.zero_()))
+    assert pickle.loads(pickle.dumps(metadata)) == metadata
+    with pytest.raises(NotImplementedError, match=r"^scheduler_metadata must be None while a"):
+        make_fx(lambda q: flash_attn_varlen_func(**call | {"q": q}, scheduler_metadata=metadata))(
+            call["q"]
+        )
 
 
 @pytest.mark.parametrize(

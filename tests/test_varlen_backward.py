@@ -24,13 +24,13 @@ from fa3 import flash_attn_varlen_func
 from fa3.calls import autograd
 from fa3.calls.backward import BackwardCall
 from fa3.calls.modifiers import ModifierSpec
-from fa3.calls.packed_calls import plan_varlen
+from fa3.calls.packed_calls import RaggedCall
 from fa3.calls.varlen import attend_packed
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.routes import PackedSizes
+from fa3.planning.routes import PACKED, PackedSizes, Signature
 from fa3.problem import NO_BOUND, Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
@@ -174,9 +174,9 @@ def test_gradcheck(window, dropout):
     lengths = PackedLengths(ends, ends, used, None)
     structure = ModifierSpec(has_dropout=dropout is not None)
     spec = structure.spec(torch.bfloat16, 8, 8, window)
-    call = plan_varlen(spec, window, 2, 1, True, False, H200, 0)
+    call = RaggedCall.of(Signature(PACKED, spec, window, 2, 1, H200, has_used_q=True))
     sizes = PackedSizes(4, 2, 7, 7, 4, 4)
-    run_packed = call, lengths, sizes, 0.25, dropout, None, False
+    run_packed = call, lengths, sizes, 0.25, dropout
     attend = partial(attend_packed, run_packed)
     backward = BackwardCall((spec, window), (4, 4), 0.25, False, 1)
     given = autograd.DifferentiableCall(attend, backward, lengths, dropout, True)

@@ -35,11 +35,6 @@ def varlen() -> dict:
     return varlen_problems.make_call(VARLEN)
 
 
-def known() -> dict:
-    call = varlen()
-    return call | {f"{name}_cpu": call[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
-
-
 def pages() -> dict:
     """Packed queries, with keys in three pages of 16."""
     return {
@@ -113,7 +108,6 @@ PROBLEM = make_problem(1, 300, 300, 2, 2, 64, Window(right=0))
 CALLS = {
     "dense": (fa3.flash_attn_func, dense),
     "varlen": (fa3.flash_attn_varlen_func, varlen),
-    "known": (fa3.flash_attn_varlen_func, known),
     "pages": (fa3.flash_attn_varlen_func, pages),
     **{
         name: (fa3.flash_attn_with_kvcache, partial(make_call, problem))

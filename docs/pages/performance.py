@@ -73,7 +73,6 @@ records in `benchmarks/results`, and a test fails if it is out of date.
 
 LONG_NAMES = {
     **NAMES,
-    "fa3-metadata": "fa3, lengths known",
     "fa3-kvcache": "fa3 on caches",
     "fa3-page16": "fa3 on pages of 16",
     "fa3-page64": "fa3 on pages of 64",
@@ -96,7 +95,6 @@ Microseconds and TFLOP/s, or GB/s of keys and values; heads q/kv of 128.
 | column | call |
 |---|---|
 | fa3 | `flash_attn_varlen_func` with `num_splits=0` |
-| fa3, lengths known | the same with metadata that has the lengths |
 | fa3, dense call | `flash_attn_func`; *over the dense call*: the speed of fa3 over its speed |
 | fa3 on caches | `flash_attn_with_kvcache` on contiguous caches |
 | fa3 on pages of 16, 64 | `flash_attn_varlen_func` with `page_table` |

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from fa3.calls.call import AttentionCall
-from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.launcher import lse_address
 from fa3.calls.options import Options
 from fa3.kernels.combine import CombineArguments
@@ -79,7 +78,6 @@ class PreparedDecode:
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
         seqlen_new: int = 0,
-        known: HostSeqlens | None = None,
         descales: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         """Run on the current stream of the tensors' GPU, or on the CPU.
@@ -91,7 +89,6 @@ class PreparedDecode:
             tables: where sequences are in the cache.
             modifiers: the tensors of the spec's scores, mask and sinks.
             seqlen_new: keys that each sequence has beyond `seqused_k`.
-            known: the lengths, if the host knows them; of use to `PreparedMixed` only.
             descales: see `DecodeArguments`.
         """
         if self.attends is None:

@@ -33,7 +33,6 @@ from fa3.calls.call import (
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
-from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.mixed import PreparedMixed
 from fa3.calls.modifiers import function_names, modifier_tensors
 from fa3.calls.operands import (
@@ -62,12 +61,7 @@ from fa3.calls.options import (
     share_heads,
 )
 from fa3.calls.scales import Scales
-from fa3.calls.scheduler_metadata import (
-    IN_METADATA,
-    PackedMetadata,
-    SchedulerMetadata,
-    metadata_of_call,
-)
+from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import check_values, values_on_host
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
@@ -109,7 +103,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    scheduler_metadata: SchedulerMetadata | PackedMetadata | None = None,
+    scheduler_metadata: SchedulerMetadata | None = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
@@ -181,8 +175,7 @@ def flash_attn_with_kvcache(
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).
-        scheduler_metadata: how to run, from `get_scheduler_metadata`; with cu_seqlens_q made for
-            the lengths of this call.
+        scheduler_metadata: how to run, from `get_scheduler_metadata`.
         num_splits: parts into which the keys of a sequence are cut; by default as suits the GPU.
             The result does not depend on it but for rounding. From 1 on, batch_invariant changes
             nothing: how a sequence is cut then depends on its own length only.
@@ -236,12 +229,11 @@ def flash_attn_with_kvcache(
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     if k is None and v is None:
         cu_seqlens_k_new = None
-    length = known = None
+    length = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         length, cache_seqlens = cache_seqlens, None
     if scheduler_metadata is not None:
-        is_packed = cu_seqlens_q is not None
-        scheduler_metadata, known = metadata_of_call(scheduler_metadata, is_packed, False)
+        check_metadata(scheduler_metadata)
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
@@ -273,7 +265,7 @@ def flash_attn_with_kvcache(
         )
     of_cache = max_seqlen_q, scheduler_metadata
     checked = options_of(CACHED, None, window_size, given, types, False, of_cache)
-    return attend_to_cache(tensors, checked, softmax_scale, length, known)
+    return attend_to_cache(tensors, checked, softmax_scale, length)
 
 
 def attend_to_cache(
@@ -281,7 +273,6 @@ def attend_to_cache(
     checked: Checked,
     softmax_scale: float | None,
     length: object = None,
-    known: HostSeqlens | None = None,
     function_tensors: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Append and attend; what the public functions return.
@@ -289,7 +280,6 @@ def attend_to_cache(
     Args:
         tensors: the `TENSORS`.
         length: a number in place of cache_seqlens.
-        known: the lengths, if the host knows them.
         function_tensors: of the user's score and mask.
     """
     q, is_packed = tensors[0], tensors[12] is not None
@@ -313,12 +303,9 @@ def attend_to_cache(
         length = call.description.capacity
     if is_packed and q.shape[0] > call.most_queries:
         check_total(call, q)
-    if known is not None:
-        longest = checked.options.max_seqlen_q, call.description.capacity
-        known.check_fit(IN_METADATA, call.description.batch, (q.shape[0], known.end_k), longest)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
-        tensors = with_integers_on_device(call, tensors, length, known)
-    return call.run(tensors, scale, checked.returns_lse, known, function_tensors)
+        tensors = with_integers_on_device(call, tensors, length)
+    return call.run(tensors, scale, checked.returns_lse, function_tensors)
 
 
 def describe_call(
@@ -384,14 +371,12 @@ class PreparedCacheCall:
         tensors: tuple[torch.Tensor | None, ...],
         softmax_scale: float,
         return_lse: bool,
-        known: HostSeqlens | None = None,
         function_tensors: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Append, and attend; what `flash_attn_with_kvcache` returns.
 
         Args:
             tensors: the `TENSORS`, the int32 ones on q's device.
-            known: the lengths, if the host knows them; they fit the call.
             function_tensors: the tensors of the user's score and mask.
         """
         (
@@ -421,9 +406,7 @@ class PreparedCacheCall:
                 tables = CacheTables(batch_idx, leftpad, pages)
             if function_tensors or not (slopes is sinks is None):
                 modifiers = modifier_tensors(slopes, function_tensors, sinks)
-            self.decode.attend(
-                operands, tables, modifiers, softmax_scale, seqlen_new, known, descales
-            )
+            self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, descales)
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:
@@ -482,10 +465,8 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
     call = AttentionCall.of(described, options.kind, options.max_seqlen_q)
     check_tensors(call)
     if options.metadata is not None:
-        num_splits, sm_margin = options.metadata.splits_and_margin(
-            options, call.q, call.k, call.v, call.page_table is not None, call.batch, call.seqlen_q
-        )
-        options = options._replace(num_splits=num_splits, sm_margin=sm_margin)
+        options.metadata.check_call(call, options)
+        options = options.metadata.applied_to(options)
     if options.num_splits < 0:
         raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {options.num_splits}")
     on_gpu = call.q.device.type == "cuda"
@@ -610,13 +591,11 @@ def with_integers_on_device(
     call: PreparedCacheCall,
     tensors: tuple[torch.Tensor | None, ...],
     length: int | None,
-    known: HostSeqlens | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """The `TENSORS` with the int32 ones on q's device; checks what the host can see of them.
 
     Args:
         length: of each sequence; None if cache_seqlens says it.
-        known: what the lengths with new tokens should be, if there is metadata that says so.
 
     Raises:
         ValueError, RuntimeError: see `check_values` and `values_on_host`.
@@ -629,11 +608,6 @@ def with_integers_on_device(
     description = call.description._replace(q=Operand(*describe("q", tensors[0])))
     values = values_on_host(description, integers)
     check_values(description, values, call.query_step)
-    if known is not None:
-        keys = None
-        if not (values.seqlens is None or values.counts is None):
-            keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
-        known.check_same(IN_METADATA[:2], values.query_ends, keys)
     names = NAMES_BY_KIND[description.kind][OF_INTEGERS]
     on_gpu = (on_device(name, x, description) for name, x in zip(names, integers, strict=True))
     return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]

@@ -13,7 +13,6 @@ from fa3.calls import decode
 from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of
-from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.launcher import with_device
 from fa3.calls.options import Options
 from fa3.calls.packed_calls import DecodeLaunch, PreparedVarlen, prepare_alone
@@ -49,20 +48,16 @@ class PreparedMixed:
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
         seqlen_new: int = 0,
-        known: HostSeqlens | None = None,
         descales: None = None,
     ) -> None:
         """As `PreparedDecode.attend`, but `seqused_k` says all keys: `seqlen_new` is 0.
 
         Args:
-            known: the lengths, if the host knows them; they fit the call.
             descales: none, as the decode kernel alone serves FP8 caches.
         """
         total_q, heads, _ = operands.q.shape
         batch, (_, capacity) = operands.cu_seqlens_q.shape[0] - 1, self.longest
-        fewest_q = None if known is None else known.fewest_q
-        sizes = PackedSizes(batch, heads, total_q, 0, *self.longest, fewest_q)
-        route = self.signature.route(sizes)
+        route = self.signature.route(PackedSizes(batch, heads, total_q, 0, *self.longest))
         given = operands, tables, modifiers, softmax_scale
         if route.name == DECODE:
             self.alone.attend(*given)
@@ -81,10 +76,9 @@ class PreparedMixed:
             short = DecodeLaunch(
                 most_short, lambda table: self.short.start(*given, 0, capacity, table)
             )
-        splits = route.splits_on_gpu
         with_device(
             operands.q.device, self.long.launch, operands, capacity, capacity, modifiers,
-            softmax_scale, short, page_table, None, None if splits else known, splits,
+            softmax_scale, short, page_table, None, route.splits_on_gpu,
         )  # fmt: skip
 
 

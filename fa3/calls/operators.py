@@ -41,6 +41,7 @@ from fa3.calls.autograd import (
 )
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
+    TENSORS,
     AttentionCall,
     Described,
     check_sizes,
@@ -478,13 +479,10 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 ALWAYS_NONE = {
     DENSE: ("plan",),
-    PACKED: (
-        "scheduler_metadata", "cu_seqlens_q_cpu", "cu_seqlens_k_cpu", "seqused_q_cpu",
-        "seqused_k_cpu",
-    ),
+    PACKED: ("scheduler_metadata",),
     PAGED: ("cu_seqlens_q",),
     CACHED: ("cu_seqlens_q", "rotary_seqlens"),
-}  # fmt: skip
+}
 """Arguments of functions that no operator takes."""
 
 
@@ -571,10 +569,12 @@ def trace_cached(
     names = "softcap", "num_splits", "sm_margin", "batch_invariant"
     options = Options(window=window, **{name: arguments[name] for name in names})
     if arguments["metadata"] is not None:
-        has_pages = arguments["page_table"] is not None
-        arguments["num_splits"], arguments["sm_margin"] = arguments["metadata"].splits_and_margin(
-            options, q, k_cache, v_cache, has_pages, q.shape[0], q.shape[1]
-        )
+        call = AttentionCall(**dict.fromkeys(TENSORS) | {
+            "q": q, "k": k_cache, "v": v_cache, "page_table": arguments["page_table"],
+        })  # fmt: skip
+        arguments["metadata"].check_call(call, options)
+        options = arguments["metadata"].applied_to(options)
+        arguments["num_splits"], arguments["sm_margin"] = options.num_splits, options.sm_margin
     if arguments["max_seqlen_q"] is not None:
         raise ValueError(
             f"max_seqlen_q must be None without cu_seqlens_q, got {arguments['max_seqlen_q']}"

@@ -123,7 +123,7 @@ class Options(NamedTuple):
         window: with causal folded in.
         pack_gqa: of dense calls; False where a gradient is wanted and the caller leaves it open.
         max_seqlen_q: of packed queries on a cache.
-        metadata: the `SchedulerMetadata` of a call on a cache.
+        metadata: the `SchedulerMetadata` of a call on a cache or on packed sequences.
         functions: the `ModifierSpec` of the user's score and mask; None without.
         kind: of calls.
     """
@@ -179,7 +179,7 @@ def options_of(
         values: in the order of `OPTIONS_OF_KINDS`.
         types: of all values but the last, since True, 1 and 1.0 are the same to a dictionary.
         has_gradient: whether a dense call wants one.
-        of_cache: max_seqlen_q and metadata of a call on a cache.
+        of_cache: max_seqlen_q of a call on a cache, and metadata.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the option.

@@ -3,37 +3,26 @@ and once more for rows whose fixed reference failed, or, where sequences share t
 are not finite. Few tiles may be split. Sequences with few queries may be the decode kernel's.
 
 All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
-several streams and in captured graphs share nothing that is written. Where the host knows the
-lengths, calls read the same table, which was made before (`fa3.calls.known_lengths`): then the
-kernel that makes one is not launched. Marks of rows, and what counts the tiles taken of a table
-that calls share, are among the counters that every call has for itself (`fa3.running.counters`).
+several streams and in captured graphs share nothing that is written. Marks of rows are among the
+counters that every call has for itself (`fa3.running.counters`).
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from fa3.calls.decode import PreparedDecode
-from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.launcher import PartMemory, Tiles, lse_address, place_on, run_tiles, with_device
 from fa3.calls.operands import hide_all_keys_of_packed
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.segment_table import SegmentTableArguments, segment_rows
 from fa3.kernels.tile_table import TileTableArguments
-from fa3.planning.gpu import Gpu
-from fa3.planning.host_table import TableKind
 from fa3.planning.launch import Launch, slots
-from fa3.planning.ragged import (
-    RaggedPlan,
-    capacity_of_table,
-    records_of_table,
-    shift_of_work,
-    words_of_table,
-)
-from fa3.planning.routes import PACKED, SHARED, ZEROS, PackedSizes, Route, Signature
+from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
+from fa3.planning.routes import SHARED, ZEROS, PackedSizes, Route, Signature
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import NO_TABLES, execute_decode
@@ -42,7 +31,6 @@ from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import RaggedOperands, execute_varlen
 from fa3.running.compiler import load_kernel
 from fa3.schedules.marked import words_of_marks
-from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
 from fa3.scores.intervals import ROW_RECORD
@@ -81,9 +69,8 @@ class PreparedVarlen:
         plan: what they were made by.
         tile_table: the kernel that makes the table of tiles.
         launches: the forward kernel, and recompute if rows can fail.
-        split: loads the forward kernel for tiles that the host cuts, which most calls never have,
-            and recompute, if a row can fail there.
-        split_on_gpu: loads the segment table, the forward kernel for its segments, and recompute.
+        split: loads the segment table, the forward kernel for its segments, and recompute, which
+            most calls never have.
         tile_m, tile_n: of the forward kernel's config.
         num_ctas: CTAs of the forward kernel, one for each SM that it may use.
     """
@@ -92,8 +79,6 @@ class PreparedVarlen:
     tile_table: Launch
     launches: tuple[Launch, ...]
     split: Callable[[], list[Launch]]
-    split_on_gpu: Callable[[], list[Launch]]
-    window: Window
     tile_m: int
     tile_n: int
     num_ctas: int
@@ -108,8 +93,7 @@ class PreparedVarlen:
         short: DecodeLaunch | None = None,
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
-        known: HostSeqlens | None = None,
-        may_cut: bool = False,
+        splits: bool = False,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -119,67 +103,40 @@ class PreparedVarlen:
             short: the sequences that are the decode kernel's.
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
-            known: the lengths, if the host knows them.
-            may_cut: whether tiles may be cut: by the host then, else by the GPU.
+            splits: whether the GPU splits tiles.
         """
         q, k, v, out, lse, *integers = operands
         ends_q, (total_q, heads, _) = operands.cu_seqlens_q, q.shape
-        most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
-        place, launches, num_ctas = place_on(q.device), self.launches, self.num_ctas
-        tiles = table_launch = parts = None
-        num_counters = 0
-        if known is not None:
-            tiles = known.on(self, most_short, heads, heads_kv, may_cut, q.device, place[1])
-        if tiles is None:
-            capacity = capacity_of_table(total_q, ends_q.shape[0] - 1, self.tile_m)
-            # Of the lengths' dtype: to name another one takes torch 0.2 us.
-            state = table = ends_q.new_empty(words_of_table(capacity))
-            kernel, template, _ = self.tile_table
-            if may_cut and known is None:
-                (kernel, template, _), *launches = self.split_on_gpu()
-                slots_of_parts = most_slots(capacity * heads, num_ctas)
-                parts = PartMemory.of(slots_of_parts, self.tile_m, self.plan.spec.head_dim_v)
-                state = ends_q.new_empty(segment_rows(capacity * heads) * num_ctas * FIELDS)
-            arguments = template.copy()
-            arguments[LENGTHS_AND_TABLE] = *integers, table
-            arguments[TABLE_SIZES] = total_q, total_k, capacity
-            arguments[SHIFT] = shift_of_work(max_seqlen_k, self.tile_n)
-            arguments[SHORT_QUERIES] = most_short
-            arguments[QHEAD_PER_KVHEAD] = heads // heads_kv
-            if parts is not None:
-                arguments[SEGMENTS], arguments[HEADS] = state, heads
-            table_launch = kernel, arguments
-        else:
-            state = table = tiles.table.on(*place)
-            capacity = records_of_table(table.shape[0])
-            if tiles.segments is not None:
-                launches, state = self.split(), tiles.segments.on(*place)
-                num_ctas, parts = tiles.num_ctas, tiles.memory
-            elif known.longest_q <= most_short:
-                # No sequence is the forward kernel's.
-                short.start(table)()
-                return
-            else:
-                num_counters = RaggedTiles.num_counters
+        place, launches = place_on(q.device), self.launches
+        capacity = capacity_of_table(total_q, ends_q.shape[0] - 1, self.tile_m)
         num_tiles = capacity * heads
+        num_ctas = num_recompute = min(self.num_ctas, num_tiles)
+        # Of the lengths' dtype: to name another one takes torch 0.2 us.
+        state = table = ends_q.new_empty(words_of_table(capacity))
+        (kernel, template, _), parts = self.tile_table, None
+        if splits:
+            (kernel, template, _), *launches = self.split()
+            num_ctas = self.num_ctas
+            parts = PartMemory.of(
+                most_slots(num_tiles, num_ctas), self.tile_m, self.plan.spec.head_dim_v
+            )
+            state = ends_q.new_empty(segment_rows(num_tiles) * num_ctas * FIELDS)
+        arguments = template.copy()
+        arguments[LENGTHS_AND_TABLE] = *integers, table
+        arguments[TABLE_SIZES] = total_q, total_k, capacity
+        arguments[SHIFT] = shift_of_work(max_seqlen_k, self.tile_n)
+        arguments[SHORT_QUERIES] = 0 if short is None else short.most_queries
+        arguments[QHEAD_PER_KVHEAD] = heads // k.shape[-2]
+        if splits:
+            arguments[SEGMENTS], arguments[HEADS] = state, heads
         num_marks = words_of_marks(num_tiles) if len(launches) > 1 else 0
-        num_recompute = min(self.num_ctas, num_tiles)
-        if parts is None:
-            num_ctas = num_recompute
         # In half the time that the class itself takes.
-        made = tuple.__new__(
-            Tiles, (num_ctas, num_recompute, num_marks, num_counters, parts, table, page_table)
+        tiles = tuple.__new__(
+            Tiles, (num_ctas, num_recompute, num_marks, 0, parts, table, page_table)
         )
-        tensors, start = (q, k, v, out, lse_address(lse), modifiers, scale), None
-        if short is not None:
-            start = short.start
-        run_tiles(launches, made, tensors, state, place, dropout, table_launch, start)
-
-    def table_kind(
-        self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
-    ) -> TableKind:
-        """What tables of lengths that the host knows are made for."""
-        return self.plan.table_kind(self.window, short_queries, heads_q, heads_kv, may_cut)
+        tensors = q, k, v, out, lse_address(lse), modifiers, scale
+        start = None if short is None else short.start
+        run_tiles(launches, tiles, tensors, state, place, dropout, (kernel, arguments), start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,16 +226,12 @@ def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     """Load the kernels of a plan."""
     config = plan.config
     tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
-
-    def loads(launches: Callable[[], Iterable[Launch]]) -> Callable[[], list[Launch]]:
-        return functools.cache(lambda: [one.loaded(load_kernel) for one in launches()])
-
-    split = loads(lambda: (plan.launch_of(kernel, window) for kernel in plan.split_kernels()))
-    split_on_gpu = loads(lambda: plan.split_launches(window))
+    split = functools.cache(
+        lambda: [one.loaded(load_kernel) for one in plan.split_launches(window)]
+    )
     return PreparedVarlen(
-        plan, tile_table, tuple(launches), split, split_on_gpu, window, config.tile_m,
-        config.tile_n, plan.gpu.num_sms,
-    )  # fmt: skip
+        plan, tile_table, tuple(launches), split, config.tile_m, config.tile_n, plan.gpu.num_sms
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,18 +239,19 @@ class RaggedCall:
     """What a call leads to, whatever its lengths are.
 
     Fields:
-        signatures: what routes depend on, by whether a gradient is wanted, and whether all
-            sequences may be the decode kernel's. The window has bounds that any lengths may have.
+        signature, with_gradients: what routes depend on, without and with gradients. The window has
+            bounds that any lengths may have.
         gpu: the kernels; None on the CPU.
     """
 
-    signatures: dict[tuple[bool, bool], Signature]
+    signature: Signature
+    with_gradients: Signature
     gpu: PackedKernels | None
 
-    @property
-    def signature(self) -> Signature:
-        """Of calls without gradients."""
-        return self.signatures[False, True]
+    @classmethod
+    def of(cls, signature: Signature, gpu: PackedKernels | None = None) -> "RaggedCall":
+        """What calls of a signature lead to, with or without gradients."""
+        return cls(signature, replace(signature, has_gradients=True), gpu)
 
     @property
     def plan(self) -> RaggedPlan:
@@ -319,8 +273,6 @@ class RaggedCall:
         scale: float,
         dropout: Dropout | None,
         has_gradients: bool = False,
-        known: HostSeqlens | None = None,
-        splits: bool = False,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
 
@@ -330,42 +282,22 @@ class RaggedCall:
             dropout: where the spec has it.
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that its bits do not depend on other sequences.
-            known: the lengths, if the host knows them; they fit the call.
-            splits: whether long sequences may be split where SMs would be idle; known lengths
-                may say that they are not.
         """
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
-        if known is None:
-            route = self.signatures[has_gradients, splits].route(sizes)
-        else:
-            known_call, known_gradients, route = known.route
-            if known_call is not self or known_gradients != has_gradients:
-                route = self.signatures[has_gradients, False].route(known.sizes(sizes.heads))
-                known.route = self, has_gradients, route
+        route = (self.with_gradients if has_gradients else self.signature).route(sizes)
         if route.name == ZEROS:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
         elif route.name != SHARED:
-            may_cut = route.splits_on_gpu
-            if known is not None:
-                may_cut = known.may_cut and splits and not has_gradients
-            longest_k = sizes.max_seqlen_k if known is None else known.longest_k
-            self.attend_one_by_one(
-                operands, route, longest_k, tensors, scale, dropout, known, may_cut
-            )
+            longest_k = sizes.max_seqlen_k
+            self.attend_one_by_one(operands, route, longest_k, tensors, scale, dropout)
         elif self.gpu is None:
             execute_joined(self.plan, self.window, operands, scale, tensors)
         else:
             launch = self.gpu.joined.launch
             with_device(operands.q.device, launch, operands, sizes, tensors, scale)
-
-    def most_short_of_table(self, known: HostSeqlens, heads: int) -> int | None:
-        """The `short_queries` of the table that a call without gradients walks; None if it walks
-        none."""
-        route = self.signatures[False, False].route(known.sizes(heads))
-        return route.most_queries if route.has_forward else None
 
     def attend_one_by_one(
         self,
@@ -375,28 +307,16 @@ class RaggedCall:
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
         dropout: Dropout | None,
-        known: HostSeqlens | None,
-        may_cut: bool,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
-        kernel.
-
-        Args:
-            may_cut: whether tiles may be cut.
-        """
+        kernel."""
         most, has_long = route.most_queries, route.has_forward
         if self.gpu is None:
             if most:
                 plan = self.signature.decode_plan(most, has_long)
                 execute_decode(plan, operands, longest_k, scale, tensors)
             if has_long:
-                table = None
-                if known is not None:
-                    heads = operands.q.shape[1], operands.k.shape[1]
-                    table = known.make(self.plan.table_kind(self.window, most, *heads, may_cut))
-                execute_varlen(
-                    self.plan, self.window, operands, scale, tensors, dropout, most, table
-                )
+                execute_varlen(self.plan, self.window, operands, scale, tensors, dropout, most)
         elif has_long:
             short = None
             if most:
@@ -406,37 +326,8 @@ class RaggedCall:
             drawn = None if dropout is None else dropout.arguments
             with_device(
                 operands.q.device, self.gpu.alone.launch, operands, operands.k.shape[0], longest_k,
-                tensors, scale, short, None, drawn, known, may_cut,
+                tensors, scale, short, None, drawn, route.splits_on_gpu,
             )  # fmt: skip
         elif most:
             kernels = self.gpu.short(most, False)
             kernels.start(operands, NO_TABLES, tensors, scale, 0, longest_k)()
-
-
-def plan_varlen(
-    spec: AttentionSpec,
-    window: Window,
-    heads_q: int,
-    heads_kv: int,
-    has_used_q: bool,
-    has_used_k: bool,
-    gpu: Gpu,
-    sm_margin: int,
-) -> RaggedCall:
-    """What a call leads to that runs on the CPU, or whose kernels are to be loaded.
-
-    Args:
-        gpu: without the SMs that are reserved, of which there are `sm_margin`.
-    """
-    signature = Signature(
-        PACKED, spec, window, heads_q, heads_kv, gpu, sm_margin, has_used_q=has_used_q,
-        has_used_k=has_used_k,
-    )  # fmt: skip
-    signatures = {
-        (has_gradients, splits): replace(
-            signature, has_gradients=has_gradients, num_splits=0 if splits else 1
-        )
-        for has_gradients in (False, True)
-        for splits in (False, True)
-    }
-    return RaggedCall(signatures, None)

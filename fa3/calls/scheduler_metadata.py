@@ -1,36 +1,30 @@
 """How the attention of one step is run, decided once for all layers of a model.
 
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
-the host can add, where it knows the lengths: of equal queries on a cache, that cutting does not
-pay, since whole tiles need no workspace and no merge; of packed queries, the table of tiles
-(`fa3.calls.known_lengths`), which each call would have to have made by a kernel. Lengths on a GPU
-are described only, or with FA3_ASSERTIONS=1 read back to be checked (`fa3.calls.assertions`).
+the host can add, where it knows the lengths of equal queries on a cache: that cutting does not pay,
+since whole tiles need no workspace and no merge. Lengths on a GPU are described only, or with
+FA3_ASSERTIONS=1 read back to be checked (`fa3.calls.assertions`).
 """
 
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fa3.calls.assertions import is_visible, read_back
-from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS
+from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.known_lengths import HostSeqlens, host_lengths
-from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import (
     DTYPES,
     FP8_DTYPE,
-    Operand,
     check_dtype,
     check_shape,
     describe_unaligned,
-    dtype_of_output,
     operand_of,
 )
 from fa3.calls.options import (
+    PACKED,
     Options,
     as_pair,
     check_window,
@@ -38,47 +32,27 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.calls.packed_calls import RaggedCall, plan_varlen
-from fa3.calls.values import check_leftpads
+from fa3.calls.values import check_leftpads, check_lengths
 from fa3.complaints import kind_of
 from fa3.planning.decode import Sizes
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.host_table import TableKind
-from fa3.planning.routes import CACHE, PackedSizes, Signature, choose_route
 from fa3.planning.whole_tiles import whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
-from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import (
-    FP8_UNIT,
-    HEAD_DIM_UNIT,
-    MAX_HEAD_DIM,
-    NO_BOUND,
-    REMEMBERED,
-    AttentionSpec,
-    Window,
-)
+from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.settings import check_settings
 
-IN_METADATA = ("scheduler_metadata",) * 4
-"""Where lengths come from, each of them, that are in the metadata of a step."""
 
-USUAL_SOFTCAP = 50.0
-"""The softcap that is planned for where calls have one, of which no more is said here. Like other
-usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on. With
-one up to 5.5 or above 60 a call in bfloat16 whose tiles may be cut walks another table, which the
-first such call has made; in a CUDA graph that is captured before, the kernel makes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerMetadata:
+class SchedulerMetadata(NamedTuple):
     """What calls of one shape have in common, and how they are run.
 
     Attributes:
+        seqlen_q: queries of a sequence; of packed ones the most.
         dtype: of the cache and, unless it is FP8, of q.
         page_size: tokens of a page; None without pages.
         window: the keys that a query sees, with causal folded in.
         num_splits, sm_margin: as asked for; the calls' own are to be these, or left at 0.
+        has_packed_queries, has_packed_keys: whether they are packed.
         keeps_tiles_whole: whether cutting tiles was found not to pay.
     """
 
@@ -94,257 +68,73 @@ class SchedulerMetadata:
     has_softcap: bool
     num_splits: int
     sm_margin: int
+    has_packed_queries: bool
+    has_packed_keys: bool
     keeps_tiles_whole: bool = False
 
-    def check(self, **of_call) -> None:
+    def check(self, **values_of_call: object) -> None:
         """Raise ValueError unless a call is what this was made for."""
-        for name, value in of_call.items():
+        for name, value in values_of_call.items():
             expected = getattr(self, name)
             if value != expected:
                 raise ValueError(
                     f"scheduler_metadata was made for {name} {expected}, the call has {value}"
                 )
 
-    def splits_and_margin(
-        self,
-        options: Options,
-        q: torch.Tensor | Operand,
-        k: torch.Tensor | Operand,
-        v: torch.Tensor | Operand,
-        has_pages: bool,
-        batch: int,
-        seqlen_q: int,
-    ) -> tuple[int, int]:
-        """num_splits and sm_margin of a call on a cache; raises unless this was made for it."""
+    def check_call(self, call: AttentionCall, options: Options) -> None:
+        """Raise ValueError unless this was made for such calls.
+
+        Args:
+            call: whose tensors have at least shapes and dtypes.
+        """
+        if call.kind == PACKED and not self.has_packed_queries:
+            raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
+        if (call.kind == PACKED) != self.has_packed_keys:
+            made, came = ("packed keys", "a cache")[:: 1 if self.has_packed_keys else -1]
+            raise ValueError(f"scheduler_metadata was made for {made}, the call has {came}")
+        if self.has_packed_queries and not call.is_packed:
+            raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+        if not self.has_packed_keys:
+            self.check(batch=call.batch, seqlen_q=call.seqlen_q)
         self.check(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            heads_q=q.shape[-2],
-            heads_kv=k.shape[2],
-            head_dim=q.shape[-1],
-            head_dim_v=v.shape[3],
-            dtype=k.dtype,
-            page_size=k.shape[1] if has_pages else None,
+            heads_q=call.heads_q,
+            heads_kv=call.heads_kv,
+            head_dim=call.head_dim,
+            head_dim_v=call.head_dim_v,
+            dtype=call.k.dtype,
+            page_size=None if call.page_table is None else call.page_size,
             window=options.window,
             has_softcap=bool(options.softcap),
         )
-        return self.options(options.num_splits, options.sm_margin, options.batch_invariant)
 
-    def options(self, num_splits: int, sm_margin: int, batch_invariant: bool) -> tuple[int, int]:
-        """num_splits and sm_margin of a call, given its own.
+    def applied_to(self, options: Options) -> Options:
+        """Return a call's options with the `num_splits` and `sm_margin` of this.
 
-        What was found for these lengths does not count where bits must not depend on them.
+        Packed keys are split where both allow it. Whole tiles do not count where bits must not
+        depend on lengths.
+
+        Raises:
+            ValueError: the call asks for others.
         """
-        for name, given in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-            asked = getattr(self, name)
-            if given not in (0, asked):
+        num_splits = self.num_splits
+        if options.kind == PACKED:
+            num_splits = max(num_splits, options.num_splits)
+        for name, ours in (("num_splits", num_splits), ("sm_margin", self.sm_margin)):
+            asked = getattr(options, name)
+            if asked not in (0, ours):
                 raise ValueError(
-                    f"{name} must be 0 or, as in scheduler_metadata, {asked}, got {given}"
+                    f"{name} must be 0 or, as in scheduler_metadata, {ours}, got {asked}"
                 )
-        whole = self.keeps_tiles_whole and not batch_invariant
-        return 1 if whole else self.num_splits, self.sm_margin
+        if self.keeps_tiles_whole and not options.batch_invariant:
+            num_splits = 1
+        return options._replace(num_splits=num_splits, sm_margin=self.sm_margin)
 
 
-@dataclass(slots=True, eq=False)
-class PackedMetadata:
-    """What calls on packed queries of the same lengths have in common.
-
-    Fields:
-        calls: what they have in common whatever the lengths are.
-        has_packed_keys: whether keys are packed too, not in a cache.
-        lengths: None if they are on a GPU.
-        fitting: what the latest call led to that was found to be one of these calls.
-    """
-
-    calls: SchedulerMetadata
-    has_packed_keys: bool
-    lengths: HostSeqlens | None
-    fitting: object = None
-
-    def __reduce__(self):
-        """Copy and pickle without what calls have led to: kernels are of this process."""
-        return type(self), (self.calls, self.has_packed_keys, self.lengths)
-
-    def check(self, has_packed_keys: bool | None = None, **of_call) -> None:
-        """Raise ValueError unless a call is what this was made for."""
-        if has_packed_keys not in (None, self.has_packed_keys):
-            made, came = ("packed keys", "a cache")[:: 1 if self.has_packed_keys else -1]
-            raise ValueError(f"scheduler_metadata was made for {made}, the call has {came}")
-        self.calls.check(**of_call)
-
-
-@dataclass(frozen=True, slots=True)
-class StepLengths:
-    """What a step says of its sequences, by the names of `get_scheduler_metadata`.
-
-    Raises:
-        ValueError: a tensor of packed sequences without those that it goes with.
-    """
-
-    batch: int
-    max_seqlen_q: int
-    max_seqlen_k: int
-    max_seqlen_k_new: int
-    cache_seqlens: int | torch.Tensor | None
-    cache_leftpad: torch.Tensor | None
-    cu_seqlens_k_new: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    seqused_q: torch.Tensor | None
-
-    def __post_init__(self) -> None:
-        for name, other in (
-            ("cu_seqlens_k", "cu_seqlens_q"),
-            ("seqused_q", "cu_seqlens_q"),
-            ("seqused_q", "cu_seqlens_k"),
-        ):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ValueError(f"{name} must be None without {other}")
-
-    @property
-    def has_cache_on_gpu(self) -> bool:
-        """Whether a tensor that says what is in the cache is on a GPU."""
-        tensors = self.cache_seqlens, self.cu_seqlens_k_new, self.cache_leftpad
-        return any(isinstance(one, torch.Tensor) and not one.is_cpu for one in tensors)
-
-    def of_packed(self, may_cut: bool) -> HostSeqlens | None:
-        """The lengths of packed queries and keys; None if one is on a GPU."""
-        integers = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.cache_seqlens
-        ends_q, ends_k, used_q, used_k = on_host(LENGTHS_OF_PACKED, integers, self.batch)
-        if ends_q is None:
-            return None
-        return self.checked(HostSeqlens.packed(ends_q, ends_k, used_q, used_k, may_cut))
-
-    def of_packed_queries(self) -> HostSeqlens | None:
-        """The lengths of packed queries and of keys in a cache; None if they cannot be seen."""
-        keys = self.keys_in_cache()
-        (ends_q,) = on_host(("cu_seqlens_q",), (self.cu_seqlens_q,), self.batch)
-        if ends_q is None or keys is None:
-            return None
-        return self.checked(HostSeqlens.cached(ends_q, np.array(keys, np.int64)))
-
-    def checked(self, lengths: HostSeqlens) -> HostSeqlens:
-        """These lengths, if they are as short as the step says."""
-        rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
-        longest = self.max_seqlen_q, self.max_seqlen_k
-        lengths.check_fit(("cu_seqlens_q", "cu_seqlens_q"), self.batch, rows, longest)
-        return lengths
-
-    def keys_in_cache(self) -> list[int] | None:
-        """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
-        lengths = self.cache_seqlens
-        if not isinstance(lengths, torch.Tensor):
-            lengths = equal_lengths(self.batch, lengths)
-        tensors = {
-            "cache_seqlens": lengths,
-            "cu_seqlens_k_new": self.cu_seqlens_k_new,
-            "cache_leftpad": self.cache_leftpad,
-        }
-        check_entries(tensors, self.batch)
-        if not all(tensor is None or is_visible(tensor) for tensor in tensors.values()):
-            return None
-        before, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
-        new = self.new_tokens(ends)
-        self.check_in_cache(before, new)
-        totals = [a + b for a, b in zip(before, new, strict=True)]
-        padding = padding or [0] * self.batch
-        check_leftpads(padding, totals)
-        return [total - pad for total, pad in zip(totals, padding, strict=True)]
-
-    def new_tokens(self, ends: list[int] | None) -> list[int]:
-        """What each sequence gets.
-
-        Args:
-            ends: what is in cu_seqlens_k_new.
-        """
-        if ends is None:
-            return [self.max_seqlen_k_new] * self.batch
-        if ends[0] != 0:
-            raise ValueError(f"cu_seqlens_k_new must begin with 0, got {ends[0]}")
-        return [b - a for a, b in itertools.pairwise(ends)]
-
-    def check_in_cache(self, before: list[int], new: list[int]) -> None:
-        """Raise unless sequences can have these lengths, and get these tokens."""
-        for sequence, (length, count) in enumerate(zip(before, new, strict=True)):
-            total = length + count
-            if length < 0:
-                raise ValueError(
-                    f"cache_seqlens must be 0 or more, got {length} for sequence {sequence}"
-                )
-            if count < 0:
-                raise ValueError(
-                    f"cu_seqlens_k_new must not decrease, but falls by {-count} for sequence "
-                    f"{sequence}"
-                )
-            if 0 < self.max_seqlen_k_new < count:
-                raise ValueError(
-                    f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or "
-                    f"more, got {self.max_seqlen_k_new}: sequence {sequence} of cu_seqlens_k_new "
-                    "has them"
-                )
-            if total > LONGEST:
-                raise ValueError(
-                    f"cache_seqlens must be at most {LONGEST} with new tokens, got {total} for "
-                    f"sequence {sequence}"
-                )
-            if total > self.max_seqlen_k:
-                raise ValueError(
-                    f"max_seqlen_k must be the longest length with new tokens, {total}, or more, "
-                    f"got {self.max_seqlen_k}"
-                )
-
-
-def equal_lengths(batch: int, cache_seqlens: object) -> torch.Tensor:
-    """One length for each sequence."""
-    length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
-    if not 0 <= length <= LONGEST:
-        raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
-    return torch.full((batch,), length, dtype=torch.int32, device="cpu")
-
-
-def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
-    """Raise unless each has an int32 for each sequence, and ends of sequences one more."""
-    for name, tensor in tensors.items():
-        operand = operand_of(describe_unaligned(name, tensor))
-        if operand is not None:
-            entries = batch + name.startswith("cu_seqlens")
-            check_dtype(name, operand, torch.int32)
-            check_shape(name, operand, (entries,), "batch_size")
-
-
-def on_host(
-    names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int
-) -> list[np.ndarray | None]:
-    """The numbers in integer tensors; nothing if one is on a GPU."""
-    check_entries(dict(zip(names, tensors, strict=True)), batch)
-    if not all(tensor is None or tensor.is_cpu for tensor in tensors):
-        return [None] * len(tensors)
-    return [
-        None if tensor is None else host_lengths(name, tensor, batch)
-        for name, tensor in zip(names, tensors, strict=True)
-    ]  # fmt: skip
-
-
-def metadata_of_call(
-    metadata: object, has_packed_queries: bool, has_packed_keys: bool
-) -> tuple[SchedulerMetadata, HostSeqlens | None]:
-    """What calls with this metadata have in common, and the lengths, if the host knows them.
-
-    Raises:
-        TypeError, ValueError: it is none, or not of such calls.
-    """
-    if not isinstance(metadata, (SchedulerMetadata, PackedMetadata)):
+def check_metadata(metadata: object) -> None:
+    """Raise TypeError unless this is scheduler metadata."""
+    if not isinstance(metadata, SchedulerMetadata):
         came = kind_of(metadata)
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
-    if isinstance(metadata, PackedMetadata):
-        if not has_packed_keys:
-            metadata.check(has_packed_keys=False)
-        if not has_packed_queries:
-            raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
-        return metadata.calls, metadata.lengths
-    if has_packed_keys:
-        raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
-    return metadata, None
 
 
 def get_scheduler_metadata(
@@ -372,25 +162,18 @@ def get_scheduler_metadata(
     *,
     cu_seqlens_k: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
-) -> SchedulerMetadata | PackedMetadata:
+) -> SchedulerMetadata:
     """Decide how calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func` are run; made once,
     for all layers.
 
-    A call checks that it is what this was made for. Lengths on a GPU are not read, except with
-    FA3_ASSERTIONS=1, to check them as in the call.
+    A call checks that it is what this was made for. Without cu_seqlens_q, where num_splits is 0 and
+    cache_seqlens is on the CPU, finds out whether whole tiles keep the SMs as busy as tiles that
+    are cut and merged. If so, the calls run without workspace and merge. If lengths have changed by
+    the time of a call, that can cost time, but never changes the result.
 
-    Without cu_seqlens_q: where num_splits is 0 and cache_seqlens is on the CPU, finds out whether
-    whole tiles keep the SMs as busy as tiles that are cut and merged. If so, the calls run without
-    workspace and merge. If lengths have changed by the time of a call, that can cost time, but
-    never changes the result.
-
-    With cu_seqlens_q, for packed queries, and all lengths on the CPU: builds the tile table,
-    longest tile first, and copies it to the current GPU, so that no call has to build one. It also
-    finds out which kernels have work. The lengths on the GPU must be the same in the call.
-    Otherwise the result is undefined, but nothing outside of the tensors is read or written; a call
-    that sees the lengths raises an error. So capture a CUDA graph that must serve other lengths
-    without it. Calls on any streams may use it at the same time. A copy, also a pickled one, has
-    the lengths but no table on a GPU: its first call there builds it.
+    With cu_seqlens_q, for packed queries, it holds what calls have in common whatever their lengths
+    are: the kernels read lengths on the GPU. Lengths on the CPU are checked, and with
+    FA3_ASSERTIONS=1 also lengths on a GPU, as in the call.
 
     Args:
         batch_size: sequences.
@@ -426,6 +209,12 @@ def get_scheduler_metadata(
     check_settings()
     shares_heads = num_heads_q != num_heads_kv
     reject_unsupported(attention_chunk, pack_gqa, has_packing=True, shares_heads=shares_heads)
+    for name, tensor, other_name, other in (
+        ("cu_seqlens_k", cu_seqlens_k, "cu_seqlens_q", cu_seqlens_q),
+        ("seqused_q", seqused_q, "cu_seqlens_k", cu_seqlens_k),
+    ):
+        if tensor is not None and other is None:
+            raise ValueError(f"{name} must be None without {other_name}")
     calls = SchedulerMetadata(
         batch=bounded("batch_size", batch_size, 1, LARGEST),
         seqlen_q=bounded("max_seqlen_q", max_seqlen_q, 1, LARGEST),
@@ -439,26 +228,105 @@ def get_scheduler_metadata(
         has_softcap=converted("has_softcap", has_softcap),
         num_splits=converted("num_splits", num_splits),
         sm_margin=converted("sm_margin", sm_margin),
+        has_packed_queries=cu_seqlens_q is not None,
+        has_packed_keys=cu_seqlens_k is not None,
     )
-    check_calls(calls, has_packed_queries=cu_seqlens_q is not None)
-    lengths = StepLengths(
-        batch=calls.batch,
-        max_seqlen_q=calls.seqlen_q,
-        max_seqlen_k=integer("max_seqlen_k", max_seqlen_k, 0),
-        max_seqlen_k_new=bounded("max_seqlen_k_new", max_seqlen_k_new, 0, LONGEST),
-        cache_seqlens=cache_seqlens,
-        cache_leftpad=cache_leftpad,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-    )
+    check_calls(calls)
+    longest = calls.seqlen_q, integer("max_seqlen_k", max_seqlen_k, 0)
+    most_new = bounded("max_seqlen_k_new", max_seqlen_k_new, 0, LONGEST)
+    used_k = cache_seqlens if calls.has_packed_keys else None
+    packed = cu_seqlens_q, cu_seqlens_k, seqused_q, used_k
+    check_entries(dict(zip(LENGTHS_OF_PACKED, packed, strict=True)), calls.batch)
+    check_lengths(packed, (MOST_RAGGED_ROWS, MOST_RAGGED_ROWS), longest)
     gpu = reserve_sms(gpu_of_calls(cache_seqlens), calls.sm_margin)
-    if cu_seqlens_q is None:
-        return metadata_of_equal(calls, lengths, gpu)
-    if cu_seqlens_k is None:
-        return metadata_of_cache(calls, lengths, gpu)
-    return metadata_of_packed(calls, lengths, gpu)
+    if calls.has_packed_keys:
+        return calls
+    in_cache = cache_seqlens, cu_seqlens_k_new, cache_leftpad
+    keys = keys_in_cache(calls.batch, *in_cache, longest[1], most_new)
+    are_on_host = not any(isinstance(one, torch.Tensor) and not one.is_cpu for one in in_cache)
+    if calls.has_packed_queries or keys is None or calls.num_splits or not are_on_host:
+        return calls
+    group = calls.heads_q // calls.heads_kv
+    sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
+    key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
+    whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
+    return calls._replace(keeps_tiles_whole=whole)
+
+
+def keys_in_cache(
+    batch: int,
+    lengths: int | torch.Tensor,
+    ends_new: torch.Tensor | None,
+    leftpad: torch.Tensor | None,
+    most_keys: int,
+    most_new: int,
+) -> list[int] | None:
+    """Keys of each sequence with the new tokens and without padding; None if not to be seen.
+
+    Args:
+        lengths, ends_new, leftpad: cache_seqlens, cu_seqlens_k_new and cache_leftpad.
+        most_keys, most_new: keys of a sequence with new tokens, and new tokens, at most.
+    """
+    if not isinstance(lengths, torch.Tensor):
+        lengths = equal_lengths(batch, lengths)
+    tensors = {"cache_seqlens": lengths, "cu_seqlens_k_new": ends_new, "cache_leftpad": leftpad}
+    check_entries(tensors, batch)
+    if not all(tensor is None or is_visible(tensor) for tensor in tensors.values()):
+        return None
+    before, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
+    if ends and ends[0] != 0:
+        raise ValueError(f"cu_seqlens_k_new must begin with 0, got {ends[0]}")
+    new = [b - a for a, b in itertools.pairwise(ends)] if ends else [most_new] * batch
+    for sequence, (length, count) in enumerate(zip(before, new, strict=True)):
+        check_room(sequence, length, count, most_keys, most_new)
+    totals = [a + b for a, b in zip(before, new, strict=True)]
+    padding = padding or [0] * batch
+    check_leftpads(padding, totals)
+    return [total - pad for total, pad in zip(totals, padding, strict=True)]
+
+
+def check_room(sequence: int, length: int, count: int, most_keys: int, most_new: int) -> None:
+    """Raise unless a sequence can have this length, and get so many tokens."""
+    total = length + count
+    if length < 0:
+        raise ValueError(f"cache_seqlens must be 0 or more, got {length} for sequence {sequence}")
+    if count < 0:
+        raise ValueError(
+            f"cu_seqlens_k_new must not decrease, but falls by {-count} for sequence {sequence}"
+        )
+    if 0 < most_new < count:
+        raise ValueError(
+            f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or more, "
+            f"got {most_new}: sequence {sequence} of cu_seqlens_k_new has them"
+        )
+    if total > LONGEST:
+        raise ValueError(
+            f"cache_seqlens must be at most {LONGEST} with new tokens, got {total} for sequence "
+            f"{sequence}"
+        )
+    if total > most_keys:
+        raise ValueError(
+            f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
+            f"{most_keys}"
+        )
+
+
+def equal_lengths(batch: int, cache_seqlens: object) -> torch.Tensor:
+    """One length for each sequence."""
+    length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
+    if not 0 <= length <= LONGEST:
+        raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
+    return torch.full((batch,), length, dtype=torch.int32, device="cpu")
+
+
+def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
+    """Raise unless each has an int32 for each sequence, and ends of sequences one more."""
+    for name, tensor in tensors.items():
+        operand = operand_of(describe_unaligned(name, tensor))
+        if operand is not None:
+            entries = batch + name.startswith("cu_seqlens")
+            check_dtype(name, operand, torch.int32)
+            check_shape(name, operand, (entries,), "batch_size")
 
 
 def bounded(name: str, size: object, least: int, most: int) -> int:
@@ -479,12 +347,12 @@ def head_size(name: str, size: object) -> int:
     return size
 
 
-def check_calls(calls: SchedulerMetadata, has_packed_queries: bool) -> None:
+def check_calls(calls: SchedulerMetadata) -> None:
     """Raise unless there are kernels for what calls have in common."""
     group, rest = divmod(calls.heads_q, calls.heads_kv)
     if rest:
         raise ValueError(f"num_heads_q must be a multiple of {calls.heads_kv}, got {calls.heads_q}")
-    if not has_packed_queries:
+    if not calls.has_packed_queries:
         Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, 0).check(
             "batch_size, max_seqlen_q and the heads"
         )
@@ -497,88 +365,14 @@ def check_calls(calls: SchedulerMetadata, has_packed_queries: bool) -> None:
             f"headdim and headdim_v must be multiples of {FP8_UNIT} with qkv_dtype {FP8_DTYPE}, "
             "got {} and {}".format(*sizes)
         )
-
-
-def metadata_of_equal(
-    calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu
-) -> SchedulerMetadata:
-    """Metadata of calls on a cache whose sequences have equal queries.
-
-    Args:
-        gpu: without the SMs that are reserved.
-    """
-    keys = lengths.keys_in_cache()
-    if keys is None or calls.num_splits or lengths.has_cache_on_gpu:
-        return calls
-    group = calls.heads_q // calls.heads_kv
-    sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
-    key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
-    whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
-    return replace(calls, keeps_tiles_whole=whole)
-
-
-def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
-    """Metadata of calls whose queries are packed and whose keys are in a cache."""
-    known = lengths.of_packed_queries()
-    if known is None:
-        return PackedMetadata(calls, False, None)
-    spec, window = spec_of_calls(calls, calls.seqlen_q, lengths.max_seqlen_k)
-    heads = calls.heads_q, calls.heads_kv
-    layout = CacheLayout(calls.page_size or 0, is_fp8=calls.dtype == FP8_DTYPE)
-    signature = Signature(CACHE, spec, window, *heads, gpu, cache=layout)
-    longest = calls.seqlen_q, max(1, lengths.max_seqlen_k)
-    most_rows = PackedSizes(calls.batch, calls.heads_q, MOST_RAGGED_ROWS, 0, *longest)
-    route = choose_route(signature, most_rows._replace(fewest_q=known.fewest_q))
-    if route.has_forward:
-        kind = signature.plan.table_kind(window, route.most_queries, *heads, may_cut=False)
-        upload(known, kind)
-    return PackedMetadata(calls, False, known)
-
-
-def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
-    """Metadata of calls whose queries and keys are packed."""
+    if not calls.has_packed_keys:
+        return
     if calls.page_size is not None:
         raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
     if calls.dtype == FP8_DTYPE:
         raise ValueError(f"qkv_dtype must be 16 bits with cu_seqlens_k, got {calls.dtype}")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
-    may_cut = calls.num_splits == 0
-    known = lengths.of_packed(may_cut)
-    if known is None:
-        return PackedMetadata(calls, True, None)
-    has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
-    # No matter how many sequences and queries there are.
-    call = planned_call(replace(calls, batch=1, seqlen_q=1), has_used, gpu)
-    most = call.most_short_of_table(known, calls.heads_q)
-    if most is not None:
-        upload(
-            known, call.plan.table_kind(call.window, most, calls.heads_q, calls.heads_kv, may_cut)
-        )
-    return PackedMetadata(calls, True, known)
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def planned_call(calls: SchedulerMetadata, has_used: tuple[bool, bool], gpu: Gpu) -> RaggedCall:
-    """What calls on packed keys lead to, whatever the lengths are."""
-    spec, window = spec_of_calls(calls, MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    return plan_varlen(spec, window, calls.heads_q, calls.heads_kv, *has_used, gpu, calls.sm_margin)
-
-
-def spec_of_calls(
-    calls: SchedulerMetadata, seqlen_q: int, seqlen_k: int
-) -> tuple[AttentionSpec, Window]:
-    """What is compiled for sequences up to these lengths, and the bounds that they may have."""
-    window = calls.window.tighten(seqlen_q, seqlen_k)
-    structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
-    dtype = dtype_of_output(calls.dtype)
-    return structure.spec(dtype, calls.head_dim, calls.head_dim_v, window), window
-
-
-def upload(lengths: HostSeqlens, kind: TableKind) -> None:
-    """Make a table on the current GPU, if there is one and it can be copied there."""
-    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
-        lengths.upload(kind, torch.device("cuda", torch.cuda.current_device()))
 
 
 def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:

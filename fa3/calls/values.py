@@ -20,6 +20,8 @@ from fa3.reference.varlen import used_rows
 def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[int, int]) -> None:
     """Raise unless q and k have the rows of all sequences, and none is longer than the call says.
 
+    Checks what the host sees.
+
     Args:
         totals: rows of q and of k.
         longest: max_seqlen_q and max_seqlen_k.
@@ -32,6 +34,8 @@ def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[in
     for side, ends, used, total, most in zip(
         "qk", (ends_q, ends_k), (used_q, used_k), totals, longest, strict=True
     ):
+        if ends is None:
+            continue
         check_ends(f"cu_seqlens_{side}", ends, side, total)
         check_counts(f"seqused_{side}", used or ())
         for sequence, rows in enumerate(used_rows(ends, used)):

@@ -2,17 +2,15 @@
 
 Lengths on a GPU are read there only. What follows from heads, types and options is worked out once
 and remembered, whatever the lengths are; what follows from lengths is looked at in every call, and
-nothing of it is remembered, but for the latest lengths that a call had on the CPU too
-(`fa3.calls.known_lengths`). CPU tensors go to the reference.
+nothing of it is remembered. CPU tensors go to the reference.
 """
 
 import functools
-from dataclasses import replace
 
 import torch
 
 from fa3.calls import assertions, operators, packed_calls
-from fa3.calls.assertions import is_visible, read_back
+from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import (
     DifferentiableCall,
     attend_differentiably,
@@ -37,7 +35,6 @@ from fa3.calls.call import (
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
-from fa3.calls.known_lengths import HostSeqlens, seqlens_on_host
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
 from fa3.calls.operands import ALIGNMENT, check_out, describe, used_queries
@@ -55,16 +52,13 @@ from fa3.calls.options import (
     options_of,
     share_heads,
 )
-from fa3.calls.packed_calls import RaggedCall, plan_varlen
-from fa3.calls.scheduler_metadata import (
-    IN_METADATA,
-    PackedMetadata,
-    metadata_of_call,
-)
+from fa3.calls.packed_calls import RaggedCall
+from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import check_lengths
 from fa3.complaints import kind_of
+from fa3.planning import routes
 from fa3.planning.gpu import H200
-from fa3.planning.routes import PackedSizes
+from fa3.planning.routes import PackedSizes, Signature
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands
@@ -109,11 +103,7 @@ def flash_attn_varlen_func(
     page_table: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
-    scheduler_metadata: PackedMetadata | None = None,
-    cu_seqlens_q_cpu: torch.Tensor | None = None,
-    cu_seqlens_k_cpu: torch.Tensor | None = None,
-    seqused_q_cpu: torch.Tensor | None = None,
-    seqused_k_cpu: torch.Tensor | None = None,
+    scheduler_metadata: SchedulerMetadata | None = None,
     block_table: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -181,16 +171,10 @@ def flash_attn_varlen_func(
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
             calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
             finds there. All keys that window_size leaves may be read, also those that a mask of
-            your own hides. dropout_p is not supported, nor seqused_q with scheduler_metadata.
+            your own hides. dropout_p is not supported.
         dropout_p, rng_state: see `flash_attn_func`; queries and keys count inside of a sequence.
-        scheduler_metadata: what was planned for these lengths, from `get_scheduler_metadata` with
-            cu_seqlens_q. Must be made anew when lengths change, also for a CUDA graph: where the
-            lengths are others the result is undefined, but nothing outside of the tensors is read
-            or written.
-        cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu: the same lengths once
-            more, on the CPU; those that are given, or none. Then the call plans by itself, and
-            calls like it that follow with the same lengths use the plan. Undefined like
-            scheduler_metadata where lengths are others. None with page_table.
+        scheduler_metadata: how to run, from `get_scheduler_metadata` with cu_seqlens_q; whatever
+            the lengths are.
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
         q_descale, k_descale, v_descale: with page_table as in `flash_attn_with_kvcache`, for q,
@@ -242,29 +226,17 @@ def flash_attn_varlen_func(
             seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
             alibi_slopes=alibi_slopes, sinks=sinks, score=score, mask=mask, out=out,
             rng_state=rng_state, scheduler_metadata=scheduler_metadata,
-            cu_seqlens_q_cpu=cu_seqlens_q_cpu, cu_seqlens_k_cpu=cu_seqlens_k_cpu,
-            seqused_q_cpu=seqused_q_cpu, seqused_k_cpu=seqused_k_cpu,
         )  # fmt: skip
-    on_host = None
-    if not (cu_seqlens_q_cpu is cu_seqlens_k_cpu is seqused_q_cpu is seqused_k_cpu is None):
-        on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
     longest = integer("max_seqlen_q", max_seqlen_q, 0), integer("max_seqlen_k", max_seqlen_k, 0)
-    known, of_cache = None, (None, None)
+    if scheduler_metadata is not None:
+        check_metadata(scheduler_metadata)
+    most_queries = None
     if page_table is not None:
-        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host)
-        calls = None
-        if scheduler_metadata is not None:
-            if seqused_q is not None:
-                raise NotImplementedError(
-                    "scheduler_metadata is not supported with page_table and seqused_q"
-                )
-            calls, known = metadata_of_call(scheduler_metadata, True, False)
-        of_cache = longest[0], calls
-    elif scheduler_metadata is not None:
-        calls, _ = metadata_of_call(scheduler_metadata, True, True)
-        calls.options(0, integer("sm_margin", sm_margin, 0), False)
-        given = (*given[:4], calls.sm_margin, *given[5:])
-    checked = options_of(kind, seqused_q, window_size, given, types, False, of_cache)
+        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
+        most_queries = longest[0]
+    checked = options_of(
+        kind, seqused_q, window_size, given, types, False, (most_queries, scheduler_metadata)
+    )
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
         describe("q", q, ALIGNMENT, True)
@@ -274,12 +246,11 @@ def flash_attn_varlen_func(
             q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
             None, seqused_q, None, *descales, alibi_slopes, sinks, out,
         )  # fmt: skip
-        return attend_to_cache(tensors, checked, softmax_scale, None, known, function_tensors)
+        return attend_to_cache(tensors, checked, softmax_scale, None, function_tensors)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks
     return attend_packed_call(
-        tensors, function_tensors, out, checked, longest, softmax_scale, rng_state,
-        scheduler_metadata, on_host,
-    )  # fmt: skip
+        tensors, function_tensors, out, checked, longest, softmax_scale, rng_state
+    )
 
 
 def attend_packed_call(
@@ -290,8 +261,6 @@ def attend_packed_call(
     longest: tuple[int, int],
     softmax_scale: float | None,
     rng_state: torch.Tensor | None,
-    metadata: PackedMetadata | None,
-    on_host: Integers | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What `flash_attn_varlen_func` gives for packed keys.
 
@@ -299,7 +268,6 @@ def attend_packed_call(
         tensors: q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks.
         function_tensors: of the user's score and mask.
         longest: max_seqlen_q and max_seqlen_k.
-        on_host: the lengths once more, on the CPU.
     """
     q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks = tensors
     integers = ends_q, ends_k, used_q, used_k
@@ -312,24 +280,17 @@ def attend_packed_call(
     if dropout_p or rng_state is not None:
         dropout = dropout_of(dropout_p, rng_state, q)
     scale = check_scale(softmax_scale, q.shape[-1])
-    known, splits = None, options.num_splits == 0
-    if metadata is not None or on_host is not None:
-        known = known_lengths(metadata, on_host, integers, call, q, k, batch, options)
-        splits = splits and (metadata is None or metadata.calls.num_splits == 0)
-    if known is not None:
-        names = LENGTHS_ON_HOST if metadata is None else IN_METADATA
-        known.check_fit(names, batch, totals, longest)
+    if options.metadata is not None and options.metadata.batch != batch:
+        options.metadata.check(batch=batch)
     if is_visible(ends_q):
         check_lengths(integers, totals, longest)
         if assertions.ASSERTIONS and batch and not options.softcap:
             used = used_queries(totals[0], ends_q, used_q), used_queries(totals[1], ends_k, used_k)
             assertions.check_scores(q, k, scale, used)
-        if known is not None:
-            known.check_same(names, *map(read_back, LENGTHS_OF_PACKED, integers))
     (total_q, total_k), (longest_q, longest_k) = totals, longest
     longest = longest_q, longest_k = min(longest_q, total_q), min(longest_k, total_k)
     sizes = PackedSizes(batch, q.shape[1], total_q, total_k, longest_q, longest_k)
-    run = call, integers, sizes, scale, dropout, known, splits
+    run = call, integers, sizes, scale, dropout
     read = None
     if function_tensors or not (slopes is sinks is None):
         read = modifier_tensors(slopes, function_tensors, sinks)
@@ -366,12 +327,9 @@ def describe_packed(
     return call, batch
 
 
-PackedRun = tuple[
-    RaggedCall, Integers, PackedSizes, float, Dropout | None, HostSeqlens | None, bool
-]
+PackedRun = tuple[RaggedCall, Integers, PackedSizes, float, Dropout | None]
 """A call without the tensors that may have a gradient: what it leads to, the `PackedLengths`, the
-sizes, the scale, and dropout, `known` and `splits` of `RaggedCall.attend`. A plain tuple: another
-one takes the host 0.3 us."""
+sizes, the scale and dropout. A plain tuple: another one takes the host 0.3 us."""
 
 
 def attend_packed(
@@ -385,7 +343,7 @@ def attend_packed(
     has_gradients: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
-    call, lengths, sizes, scale, dropout, known, splits = run
+    call, lengths, sizes, scale, dropout = run
     total_q, heads = sizes.total_q, sizes.heads
     if out is None:
         # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
@@ -393,60 +351,11 @@ def attend_packed(
     lse = q.new_empty(heads, total_q, dtype=torch.float32) if returns_lse else None
     # In half the time that the class itself takes.
     operands = tuple.__new__(RaggedOperands, (q, k, v, out, lse, *lengths))
-    call.attend(operands, sizes, tensors, scale, dropout, has_gradients, known=known, splits=splits)
+    call.attend(operands, sizes, tensors, scale, dropout, has_gradients)
     return out, lse
 
 
-LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in LENGTHS_OF_PACKED)
-"""The lengths once more, on the CPU."""
-
-
-def known_lengths(
-    metadata: PackedMetadata | None,
-    on_host: Integers | None,
-    integers: Integers,
-    call: RaggedCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    batch: int,
-    options: Options,
-) -> HostSeqlens | None:
-    """The lengths that the host knows: from metadata, or from tensors on the CPU.
-
-    Raises:
-        TypeError, ValueError: what is given is not what the call needs.
-    """
-    if metadata is None:
-        if on_host[0] is None:
-            raise ValueError("cu_seqlens_q_cpu must be given like cu_seqlens_q, with other lengths")
-        for name, one, of_call in zip(LENGTHS_ON_HOST, on_host, integers, strict=True):
-            if (one is None) != (of_call is None):
-                given = "None" if of_call is None else "given"
-                raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
-        return seqlens_on_host(LENGTHS_ON_HOST, on_host, batch, options.num_splits == 0)
-    if on_host is not None:
-        raise ValueError(f"{' and '.join(LENGTHS_ON_HOST)} must be None with scheduler_metadata")
-    if metadata.fitting is not call:
-        spec = call.spec
-        metadata.check(
-            has_packed_keys=True,
-            heads_q=q.shape[1],
-            heads_kv=k.shape[1],
-            head_dim=spec.head_dim,
-            head_dim_v=spec.head_dim_v,
-            dtype=q.dtype,
-            window=options.window,
-            has_softcap=bool(options.softcap),
-        )
-        if metadata.lengths is not None:
-            metadata.lengths.check_used(*integers[2:])
-        metadata.fitting = call
-    if metadata.calls.batch != batch:
-        metadata.check(batch=batch)
-    return metadata.lengths
-
-
-def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state, on_host) -> None:
+def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
     """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
     if ends_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
@@ -454,10 +363,7 @@ def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state, on_host) -> None:
         raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
     if ends_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
-    names, values = ("dropout_p", "rng_state"), (dropout_p or None, rng_state)
-    if on_host is not None:
-        names, values = (*names, *LENGTHS_ON_HOST), (*values, *on_host)
-    for name, given in zip(names, values, strict=True):
+    for name, given in (("dropout_p", dropout_p or None), ("rng_state", rng_state)):
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
 
@@ -472,12 +378,16 @@ def prepare_varlen(described: Described, options: Options) -> RaggedCall:
     check_settings()
     call = AttentionCall.of(described, PACKED)
     check_tensors(call)
+    if options.metadata is not None:
+        options.metadata.check_call(call, options)
+        options = options.metadata.applied_to(options)
     spec, window = call.packed_spec(options)
     on_gpu = call.q.device.type == "cuda"
     gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
-    has_used = call.seqused_q is not None, call.seqused_k is not None
-    heads = call.heads_q, call.heads_kv
-    ragged = plan_varlen(spec, window, *heads, *has_used, gpu, options.sm_margin)
-    if not on_gpu:
-        return ragged
-    return replace(ragged, gpu=packed_calls.prepare(ragged.signature))
+    signature = Signature(
+        routes.PACKED, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
+        has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
+        num_splits=options.num_splits,
+    )  # fmt: skip
+    kernels = packed_calls.prepare(signature) if on_gpu else None
+    return RaggedCall.of(signature, kernels)

@@ -23,7 +23,6 @@ FORWARD_TILES = {
     "RecomputeTiles": "recompute",
     "RecomputeRaggedTiles": "recompute of packed sequences",
     "RaggedTiles": "packed sequences",
-    "RaggedSplit": "packed sequences, tiles split by the host",
     "RaggedSegments": "packed sequences, tiles split on the GPU",
     "MultiSequenceTiles": "short packed sequences that share tiles",
 }

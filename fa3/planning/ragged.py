@@ -1,8 +1,7 @@
 """How calls on packed sequences run: the plan holds for any lengths.
 
 `fa3.calls.packed_calls` launches its kernels: one makes the table of tiles from the lengths, the
-other is the forward kernel, which walks the table (`fa3.schedules.ragged`). If the host knows the
-lengths, it makes the table itself (`fa3.planning.host_table`). Few tiles may be split
+other is the forward kernel, which walks the table (`fa3.schedules.ragged`). Few tiles may be split
 (`fa3.kernels.segment_table`), short sequences may share tiles (`fa3.schedules.joined`) or run in
 the decode kernel: `fa3.planning.routes` decides.
 """
@@ -21,16 +20,14 @@ from fa3.kernels.segment_table import (
 )
 from fa3.kernels.tile_table import AMOUNTS, TileTable, TileTableArguments
 from fa3.planning.gpu import Gpu
-from fa3.planning.host_table import Cutting, TableKind
 from fa3.planning.launch import Launch, template_of
-from fa3.planning.tile_costs import TileKey
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
-from fa3.schedules.split import RaggedSegments, RaggedSplit
+from fa3.schedules.split import RaggedSegments
 from fa3.schedules.stretches import BLOCKS_OF_TILE
 from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection
@@ -100,7 +97,7 @@ class RaggedPlan:
             num_ctas=self.gpu.num_sms,
             rows_of_section=self.rows_of_section,
         )
-        forward = (self.launch_of(one, window) for one in self.split_kernels(RaggedSegments))
+        forward = (self.launch_of(one, window) for one in self.split_kernels())
         return [Launch(SegmentTable(self.tile_table()), table), *forward]
 
     def launch_of(self, kernel: Forward, window: Window) -> Launch:
@@ -187,34 +184,14 @@ class RaggedPlan:
         has_few = num_tiles <= self.gpu.num_sms <= MOST_SPLIT_TILES and batch <= MOST_SEQUENCES
         return self.can_split and has_few and work < MOST_WORK
 
-    def split_kernels(self, schedule_type: type[RaggedSplit] = RaggedSplit) -> tuple[Forward, ...]:
-        """The forward kernel for tiles that the host cuts, or the GPU with `RaggedSegments`; then
-        the one for rows whose fixed reference failed."""
+    def split_kernels(self) -> tuple[Forward, ...]:
+        """The forward kernel for segments, then the one for rows whose fixed reference failed."""
         config = self.config
         if any(score.kind is Alibi for score in self.spec.scores):
             # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
             config = config.recompute
-        split = Forward(self.spec, config, schedule_type, cache=self.cache)
+        split = Forward(self.spec, config, RaggedSegments, cache=self.cache)
         return split, *(self.kernels()[1:] if config.fixed_reference else ())
-
-    def table_kind(
-        self, window: Window, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
-    ) -> TableKind:
-        """What the table of lengths that the host knows is made for.
-
-        Args:
-            window, short_queries: of `TileTableArguments`.
-            may_cut: whether tiles are cut where that pays. None is cut in calls with sequences that
-                are the decode kernel's.
-        """
-        config, ratio, cutting = self.config, heads_q // heads_kv, None
-        if may_cut and self.cache is None and self.can_split and not short_queries:
-            costs = self.gpu.costs.tile(TileKey.of(self.spec, config))
-            cutting = Cutting(heads_q, self.spec.head_dim_v, ratio, self.rows_of_section, costs)
-        return TableKind(
-            config.tile_m, config.tile_n, self.band, window, short_queries, ratio,
-            self.gpu.num_sms, cutting,
-        )  # fmt: skip
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
@@ -226,11 +203,6 @@ def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
 def words_of_table(capacity: int) -> int:
     """int32 words of a table."""
     return TABLE_HEADER + RECORD * capacity
-
-
-def records_of_table(words: int) -> int:
-    """The records that a table of so many words has room for."""
-    return (words - TABLE_HEADER) // RECORD
 
 
 def shift_of_work(max_seqlen_k: int, tile_n: int) -> int:

@@ -176,7 +176,6 @@ class PackedSizes(NamedTuple):
         total_q, total_k: rows of q and of k.
         max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; a cache has room for
             `max_seqlen_k`.
-        fewest_q: the fewest queries of a sequence that has some; None if lengths are on a GPU.
     """
 
     batch: int
@@ -185,7 +184,6 @@ class PackedSizes(NamedTuple):
     total_k: int
     max_seqlen_q: int
     max_seqlen_k: int
-    fewest_q: int | None = None
 
 
 class Route(NamedTuple):
@@ -299,7 +297,7 @@ def has_no_key(_: Signature, sizes: PackedSizes) -> bool:
 def suits_shared_tiles(signature: Signature, sizes: PackedSizes) -> bool:
     """Whether sequences that share tiles are likely to take less time than each by itself."""
     config, num_sms = signature.shared_tiling, signature.gpu.num_sms
-    batch, heads, total_q, total_k, longest_q, longest_k, _ = sizes
+    batch, heads, total_q, total_k, longest_q, longest_k = sizes
     if (
         config is None
         or longest_q > config.tile_m // 2
@@ -343,14 +341,12 @@ def has_keys_to_split(signature: Signature, sizes: PackedSizes) -> bool:
 def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
     """Whether the forward kernel would leave SMs idle, but its tiles can be split on the GPU.
 
-    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them. Of packed
-    keys whose lengths the host knows, the host cuts the tiles.
+    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them.
     """
-    batch, heads, total_q, total_k, longest_q, longest_k, fewest_q = sizes
+    batch, heads, total_q, total_k, longest_q, longest_k = sizes
     most_keys = total_k if signature.call == PACKED else longest_k
     return (
         signature.may_split
-        and (signature.call == CACHE or fewest_q is None)
         and longest_q > ROWS
         and has_keys_to_split(signature, sizes)
         and signature.plan.may_split(batch, heads, total_q, most_keys)
@@ -375,16 +371,15 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
 
 
 def queries_if_keys_are_split(signature: Signature, sizes: PackedSizes) -> int:
-    may_split = signature.may_decode and not signature.num_splits and sizes.fewest_q is None
+    may_split = signature.may_decode and not signature.num_splits
     most = queries_if_few_tiles(signature, sizes) if may_split else 0
     return if_counted(signature, sizes, most) if most else 0
 
 
 def may_have_short(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether a sequence may be short: lengths may differ, or are known."""
+    """Whether a sequence may be short, as lengths may differ."""
     are_equal = sizes.total_q >= sizes.batch * sizes.max_seqlen_q
-    is_known_short = (sizes.fewest_q or 0) <= signature.short_limit
-    return is_known_short and (signature.has_used_q or not are_equal)
+    return signature.has_used_q or not are_equal
 
 
 def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
@@ -439,9 +434,8 @@ RULES = {
              "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`), and the GPU can "
              "split tiles", queries_if_short_and_split),
         Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
-        Case(DECODE, "decoding is possible, and lengths are not known to the host, `num_splits` is "
-             "0 (the default; FlashAttention-3's is 1), and few tiles meet long keys",
-             queries_if_keys_are_split),
+        Case(DECODE, "decoding is possible, `num_splits` is 0 (the default; FlashAttention-3's is "
+             "1), and few tiles meet long keys", queries_if_keys_are_split),
         Case(BOTH, "decoding is possible, k has at least 4096 more rows than q, and lengths may "
              "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`)",
              queries_if_some_are_short),
@@ -465,8 +459,6 @@ RULES = {
         Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
         Case(DECODE, "few tiles meet long keys",
              lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),
-        Case(FORWARD, "lengths are known to the host, and no sequence is short",
-             lambda sig, n: (n.fewest_q or 0) > sig.short_limit),
         Case(BOTH, "all others", lambda sig, _: sig.short_limit),
     ),
 }  # fmt: skip

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fa3.planning.planner import plan_forward
@@ -18,7 +17,6 @@ from fa3.problem import Problem, Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import steps
 from fa3.reference.walker import SequenceRows, Walker
-from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
 from fa3.schedules.sequences import capacity_of
 
 
@@ -108,7 +106,6 @@ def execute_varlen(
     tensors: tuple[torch.Tensor, ...] | None = None,
     dropout: Dropout | None = None,
     short_queries: int = 0,
-    table: np.ndarray | None = None,
     page_table: torch.Tensor | None = None,
 ) -> None:
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
@@ -119,7 +116,6 @@ def execute_varlen(
         operands: without cu_seqlens_k, k and v are a cache.
         softmax_scale, tensors, dropout, page_table: as `fa3.reference.walker.Walker` takes them.
         short_queries: sequences with so many queries or fewer are left out.
-        table: what `fa3.planning.host_table` made; says where sequences are, and their order.
     """
     walk = Walker(plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table)
     if operands.seqused_k is not None and operands.cu_seqlens_k is None:
@@ -129,7 +125,7 @@ def execute_varlen(
             cu_seqlens_q=operands.cu_seqlens_q.clamp(0, len(operands.q)),
             seqused_k=operands.seqused_k.clamp(0, capacity_of(operands.k.shape[1], pages)),
         )
-    sequences = operands.lengths.sequences() if table is None else sequences_of_table(table)
+    sequences = operands.lengths.sequences()
     if operands.cu_seqlens_k is None:
         # Pages before the window may hold anything.
         firsts = (plan.spec.mask.key_range(0, one.sequence(window))[0] for one in sequences)
@@ -147,18 +143,3 @@ def attend_alone(walk: Walker, sequences: Iterable[SequenceRows]) -> None:
         sizes = 1, len(one.q), len(one.k), heads_kv, heads_q // heads_kv
         problem = Problem(walk.spec, *sizes, walk.window)
         walk.run(steps(plan_forward(problem), walk.tensors, [one]))
-
-
-def sequences_of_table(table: np.ndarray) -> list[SequenceRows]:
-    """The sequences that have tiles in a table."""
-    words = table[TABLE_HEADER:].reshape(-1, RECORD)[: table[NUM_RECORDS]].tolist()
-    records = (TileRecord(*one[: len(TileRecord._fields)]) for one in words)
-    return [
-        SequenceRows(
-            one.batch,
-            range(one.begin_q, one.begin_q + one.seqlen_q),
-            range(one.begin_k, one.begin_k + one.seqlen_k),
-        )
-        for one in records
-        if one.m_block == 0
-    ]

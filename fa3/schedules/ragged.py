@@ -1,11 +1,10 @@
 """The schedule of packed sequences: a table of tiles, made from lengths.
 
-`fa3.kernels.tile_table` writes the table from lengths on the GPU, `fa3.planning.host_table` from
-lengths that the host knows; the forward kernel walks it. A record has all that a CTA must know of a
-tile, so that no length is read twice. A sequence's records follow one another, its last rows
-first; the sequences with most work come first. CTAs take the next tile from a counter: longest
-first, and balanced whatever the lengths are. It is the first word of a table that is made for one
-launch; launches that share a table have counters of their own.
+`fa3.kernels.tile_table` writes the table from lengths on the GPU; the forward kernel walks it. A
+record has all that a CTA must know of a tile, so that no length is read twice. A sequence's records
+follow one another, its last rows first; the sequences with most work come first. CTAs take the next
+tile from a counter, the first word of the table: longest first, and balanced whatever the lengths
+are.
 
 There are as many tiles for each record as there are query heads, so tile i belongs to the sequence
 of record i // heads. Inside of a sequence, tiles are in head groups whose K and V fit in L2
@@ -227,7 +226,7 @@ class RaggedTiles(Dynamic):
 
     Fields:
         order: a `TableOrder`.
-        counters: of `Dynamic`; the table itself, if this launch alone walks it.
+        counters: of `Dynamic`; the table itself, whose first words count.
     """
 
     name: ClassVar[str] = "ragged"

@@ -218,7 +218,7 @@ class SplitTiles(TableSchedule):
         return Segment(tile, cursor.first_block, cursor.end_block, PackedPart(cursor.part))
 
 
-class RaggedSplitCursor(NamedTuple):
+class RaggedSegmentsCursor(NamedTuple):
     """A CTA's position in the table of segments, the segment there, and what is known of its tile.
 
     Fields:
@@ -237,44 +237,37 @@ class RaggedSplitCursor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RaggedSplit(SplitTiles):
-    """`SplitTiles` for packed sequences with lengths that the host knows.
+class RaggedSegments(SplitTiles):
+    """`SplitTiles` for packed sequences; `fa3.kernels.segment_table` writes the table.
 
-    `fa3.planning.host_table` cuts where few tiles leave SMs idle. A segment names its tile by its
-    number in the table of all tiles (`fa3.schedules.ragged`), where its record is.
+    A segment names its tile by its number in the table of all tiles (`fa3.schedules.ragged`), where
+    its record is.
     """
 
     order: RaggedOrder
 
-    name: ClassVar[str] = "ragged split"
+    name: ClassVar[str] = "ragged segments"
     is_ragged: ClassVar[bool] = True
 
-    def read(self, position) -> RaggedSplitCursor:
+    def first(self, cluster) -> RaggedSegmentsCursor:
+        """A cursor before the first segment: the kernel that writes it may still be running."""
+        zero = cluster * 0
+        record = TileRecord(*(zero for _ in TileRecord._fields))
+        return RaggedSegmentsCursor(cluster, zero, zero, zero, zero, zero, record)
+
+    def begin(self, cursor: RaggedSegmentsCursor) -> RaggedSegmentsCursor:
+        return self.read(cursor.position)
+
+    def read(self, position) -> RaggedSegmentsCursor:
         found = super().read(position)
         head, record = self.order.tile(larger(found.index, 0))
-        return RaggedSplitCursor(*found, head, record)
+        return RaggedSegmentsCursor(*found, head, record)
 
-    def segment(self, cursor: RaggedSplitCursor) -> Segment:
+    def segment(self, cursor: RaggedSegmentsCursor) -> Segment:
         record, part = cursor.record, PackedPart(cursor.part)
         tile = Tile(record.m_block, cursor.head, record.batch)
         blocks = cursor.first_block, cursor.end_block
         return Segment(tile, *blocks, part, record, cursor.index)
-
-
-@dataclass(frozen=True, eq=False)
-class RaggedSegments(RaggedSplit):
-    """`RaggedSplit` with tables that the kernel before writes (`fa3.kernels.segment_table`)."""
-
-    name: ClassVar[str] = "ragged segments"
-
-    def first(self, cluster) -> RaggedSplitCursor:
-        """A cursor before the first segment: the kernel that writes it may still be running."""
-        zero = cluster * 0
-        record = TileRecord(*(zero for _ in TileRecord._fields))
-        return RaggedSplitCursor(cluster, zero, zero, zero, zero, zero, record)
-
-    def begin(self, cursor: RaggedSplitCursor) -> RaggedSplitCursor:
-        return self.read(cursor.position)
 
 
 # Cached: the planner cuts to predict a time, then again for the plan that it chose.

@@ -344,7 +344,6 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
     for name in signature.names:
         yield from kernels_of_packed(signature, name)
-    yield from signature.plan.split_kernels()
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
