@@ -1,14 +1,10 @@
 """The decode benchmark, as far as it needs no GPU: what it runs, checks, counts and prints."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
 from benchmarks import caches, shapes
 from benchmarks.caches import CELLS, OURS, PAGED, DecodeCell
-from benchmarks.harness import WrongOutput
 from benchmarks.peers import Tensors
 
 BY_NAME = {cell.name: cell for cell in CELLS}
@@ -68,16 +64,3 @@ def test_ours_pass_the_check(one, cell):
     reference = caches.CacheReference(cell, tensors)
     errors = reference.check(one.prepare(cell, tensors)[""]())
     assert errors.largest <= errors.allowed < 0.05
-
-
-def test_the_check_finds_wrong_lengths_masks_and_holes():
-    cell = cell_of(2)
-    tensors = draw(cell)
-    reference = caches.CacheReference(cell, tensors)
-    out = OURS[0].prepare(cell, tensors)[""]()
-    for wrong in (cell_of(2, (512, 130, 290)), replace(cell, causal=False)):
-        with pytest.raises(WrongOutput, match="error"):
-            reference.check(OURS[0].prepare(wrong, tensors)[""]())
-    out[1, 0, 1, 5] = math.nan
-    with pytest.raises(WrongOutput, match="finite"):
-        reference.check(out)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_stubs import draw
-from rich.console import Console
 
 import fa3
 from benchmarks import (
@@ -22,21 +21,18 @@ from benchmarks import (
     first_call,
     harness,
     meter,
-    plot,
     ratios,
     results,
     runs,
     shapes,
 )
-from benchmarks.bench_against import knows, load_tree
-from benchmarks.bench_host import HEAD_DIM, HEADS, calls_on
+from benchmarks.bench_against import load_tree
 from benchmarks.bench_scores import BUILT_IN, FUNCTIONS, PLAIN, Modified, ModifiedReference
 from benchmarks.first_call import CALLS, DONE, FIRST, SECOND
 from benchmarks.harness import WrongOutput
 from benchmarks.meter import Sample
 from benchmarks.peers import Tensors
 from benchmarks.results import FAILED, OK, UNSUPPORTED, Row
-from fa3.tools import models
 from fa3.tools.timing import REGIMES
 
 
@@ -78,8 +74,8 @@ def test_flops_follow_the_protocol():
     assert deepseek.flops == 2 * (192 + 128) * 128 * 1024 * 1024 / 2
 
 
-@pytest.mark.parametrize("seqlens", [(3, 8), (8, 8), (5, 5)])
-@pytest.mark.parametrize("window", [-1, 0, 2, 20])
+@pytest.mark.parametrize("seqlens", [(3, 8), (8, 8)])
+@pytest.mark.parametrize("window", [-1, 2])
 def test_pairs_are_those_that_the_mask_shows(seqlens, window):
     cell = shapes.named("x", 1, seqlens, (1, 1), window_left=window)
     visible = (~harness.hidden(cell, torch.arange(seqlens[0]))).sum().item()
@@ -102,13 +98,6 @@ def test_rows_survive_the_file(tmp_path):
     ]
     results.append(path, rows)
     assert results.read(path) == rows
-
-
-def test_a_later_row_replaces_an_earlier_one(tmp_path):
-    path = tmp_path / "forward.csv"
-    results.append(path, [make_row(us=1.0), make_row("cudnn")])
-    results.append(path, [make_row(us=2.0)])
-    assert {row.provider: row.us for row in results.read(path)} == {"fa3": 2.0, "cudnn": 250.0}
 
 
 def test_resuming_measures_what_is_missing():
@@ -139,11 +128,8 @@ def test_meter_reads_an_interval():
     assert meter.reason_names(0x04 | 0x20 | 0x01) == "power-cap+sw-thermal"
 
 
-@pytest.mark.parametrize("group", ["flux", "window", "decode"])
-def test_reference_is_attention(group):
-    cell = shapes.named(
-        "x", 2, (40, 72), (4, 2), (64, 32), group != "flux", 9 if group == "window" else -1
-    )
+def test_reference_is_attention():
+    cell = shapes.named("x", 2, (40, 72), (4, 2), (64, 32), True, 9)
     tensors = [
         torch.randn(2, seqlen, heads, head_dim, dtype=torch.bfloat16)
         for seqlen, heads, head_dim in ((40, 4, 64), (72, 2, 64), (72, 2, 32))
@@ -189,14 +175,6 @@ def test_committed_rows_are_printed_and_drawn(bench, tmp_path, capsys):
     assert png.stat().st_size > 10000
 
 
-def test_committed_rows_of_the_forward_grid_are_printed_and_drawn(tmp_path):
-    rows = results.read(RECORDS / "h200-2026-11-21/forward.csv")
-    console = Console(record=True, width=200)
-    bench_forward.print_report(console, rows, ["steady"])
-    assert "fa3-cpp" in console.export_text()
-    assert plot.draw_all(rows, tmp_path)
-
-
 CELLS = [shapes.named("cost", 2, (150, 150), (4, 2), (64, 64), causal) for causal in (False, True)]
 
 
@@ -219,19 +197,6 @@ def test_calls_pass_their_own_check_and_no_other(name, cell):
             reference_of(Modified(PLAIN, []), cell, tensors).check(call())
 
 
-def test_all_kinds_of_calls_run_and_agree_with_metadata():
-    calls = calls_on("cpu")
-    for name, call in calls.items():
-        out = call()
-        assert out.shape[-2:] == (HEADS, HEAD_DIM)
-        assert out.isfinite().all()
-        if name == "packed, other lengths":
-            assert not torch.equal(out, call())
-            continue
-        plain = calls[name.removesuffix(", metadata")]
-        torch.testing.assert_close(out, plain(), atol=0.01, rtol=0.02)
-
-
 def test_another_tree_stands_beside_this_one(tmp_path):
     shutil.copytree(Path(fa3.__file__).parent, tmp_path / "fa3")
     theirs = load_tree(tmp_path)
@@ -241,30 +206,9 @@ def test_another_tree_stands_beside_this_one(tmp_path):
     assert torch.equal(theirs.flash_attn_func(q, q, q), fa3.flash_attn_func(q, q, q))
 
 
-def test_a_folder_without_one_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no checkout of fa3"):
-        load_tree(tmp_path)
-    assert sys.modules["fa3"] is fa3
-
-
-def test_calls_that_an_older_tree_does_not_know_are_left_out(capsys):
-    def refused():
-        raise NotImplementedError("cu_seqlens_q is not supported yet")
-
-    assert knows(lambda: None) and not knows(refused)
-    assert not knows(lambda: fa3.no_such_function())
-    assert "left out: cu_seqlens_q is not supported yet" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="wrong"):
-        knows(lambda: (_ for _ in ()).throw(ValueError("wrong")))
-
-
 STEPS = [
     "import torch", "first tensor", "import cutlass", "import fa3", FIRST, DONE, SECOND,
 ]  # fmt: skip
-
-
-def test_kinds_of_calls_have_the_names_that_warming_up_gives_them():
-    assert sorted(CALLS) == sorted(models.CALLS)
 
 
 def test_nothing_is_imported_before_the_clock_runs():
