@@ -181,7 +181,7 @@ def leaves(seqlen_q: int = 70, seqlen_k: int = 90, where="cpu") -> list[torch.Te
     return [x.requires_grad_() for x in operands]
 
 
-@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("sinks",), ("q", "sinks"), ("k", "v")])
+@pytest.mark.parametrize("names", [("q",), ("v",), ("sinks",), ("k", "v")])
 def test_only_some_inputs(names, where):
     q, k, v = leaves(170, 190, where)
     inputs = {"q": q, "k": k, "v": v, "sinks": torch.zeros(2, requires_grad=True, device=where)}
@@ -226,14 +226,6 @@ def test_views_and_strange_gradients(where):
     out = fa3.flash_attn_func(q, k, v)
     expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
     check_same(torch.autograd.grad(out.sum(), (q, k, v)), expected)
-
-
-def test_a_tensor_that_is_given_three_times():
-    x = make_operands(make_problem(2, 80, 80, 4), 0)[0].requires_grad_()
-    apart = [x.detach().requires_grad_() for _ in range(3)]
-    (together,) = torch.autograd.grad(fa3.flash_attn_func(x, x, x).float().sum(), x)
-    parts = torch.autograd.grad(fa3.flash_attn_func(*apart).float().sum(), apart)
-    torch.testing.assert_close(together, sum(parts), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["twice", "checkpoint", "autocast", "plan"])
@@ -447,12 +439,6 @@ def test_random_combinations_on_a_gpu(seed, device):
     check(problem, device, weights, seed, **modifiers)
 
 
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 0)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_more_tiles_than_sms(head_dim, window, device):
-    check(make_problem(2, 2048, 2048, 8, head_dim=head_dim, window=window), device)
-
-
 @pytest.mark.parametrize("size", [1e2, -1e2, 1e-3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scores_of_all_sizes(head_dim, size, device):
@@ -524,7 +510,6 @@ def test_compute_sanitizer_finds_nothing():
     check_sanitized("memcheck", SANITIZED)
 
 
-WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [
     pytest.param((200, 300, 4, 1, 64, 64), id="shared key tiles"),
     pytest.param((100, 150, 2, 2, 128, 72), id="one query head"),
@@ -570,7 +555,6 @@ def gradients(tensors, lengths, dtype, filled=float("nan"), **options):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("where", WHERE)
 def test_rounded_they_are_those_in_16_bits(shape, is_packed, deterministic, where):
     """But for rounding: the fp32 kernel may sum in another order than the kernel in 16 bits."""
     call = make_call(shape, where, is_packed)
@@ -585,7 +569,6 @@ def test_rounded_they_are_those_in_16_bits(shape, is_packed, deterministic, wher
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("where", WHERE)
 def test_they_are_added_to_what_is_there(is_packed, where):
     call = make_call((200, 300, 4, 1, 64, 64), where, is_packed)
     dq, dk, dv = gradients(*call, torch.float32, deterministic=True)
@@ -595,39 +578,6 @@ def test_they_are_added_to_what_is_there(is_packed, where):
     assert torch.equal(dq, same)
     for added, alone in zip(sums, (dk, dv), strict=True):
         assert torch.equal(added, alone + 3.0)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_no_keys_add_nothing(where):
-    call = make_call((20, 0, 2, 1, 64, 64), where, is_packed=False)
-    dq, dk, dv = gradients(*call, torch.float32, filled=1.0, accumulate_dkv=True)
-    assert (dq == 0).all() and dk.numel() == dv.numel() == 0
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "options", "message"),
-    [
-        ((torch.float32, torch.bfloat16), {}, "dv must be torch.float32 like dk, got torch.bf"),
-        (
-            (torch.float16, torch.float16),
-            {},
-            "dk must be torch.bfloat16 like k, or torch.float32, got",
-        ),
-        (
-            (torch.bfloat16, torch.bfloat16),
-            {"accumulate_dkv": True},
-            "dk must be torch.float32 with accumulate_dkv, got torch.bfloat16",
-        ),
-        ((torch.float32, torch.float32), {"accumulate_dkv": 1}, "accumulate_dkv must be a bool"),
-    ],
-)
-def test_wrong_dtypes(dtypes, options, message):
-    tensors, _ = make_call((20, 30, 2, 1, 64, 64), "cpu", is_packed=False)
-    dq = torch.empty_like(tensors[1])
-    dk, dv = (torch.zeros_like(x, dtype=t) for x, t in zip(tensors[2:4], dtypes, strict=True))
-    with pytest.raises(TypeError, match=message):
-        _flash_attn_backward(*tensors, dq=dq, dk=dk, dv=dv, is_causal=True, **options)
-    assert (dk == 0).all() and (dv == 0).all()
 
 
 @dataclass(frozen=True)
@@ -653,7 +603,6 @@ FUNCTION_OPTIONS = {
 
 @pytest.mark.parametrize("options", FUNCTION_OPTIONS.values(), ids=FUNCTION_OPTIONS)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("where", WHERE)
 def test_the_function_gives_autograd_s_gradients(is_packed, options, where):
     (d_out, *operands, _, _), lengths = make_call((150, 190, 4, 2, 64, 48), where, is_packed)
     options = {
@@ -676,7 +625,6 @@ def test_the_function_gives_autograd_s_gradients(is_packed, options, where):
     check_same(found[: len(leaves)], expected)
 
 
-@pytest.mark.parametrize("where", WHERE)
 def test_parts_of_the_keys_add_up(where):
     """In float32, into tensors that are passed; None for a gradient of zeros."""
     (d_out, q, k, v, out, lse), _ = make_call((64, 150, 4, 2, 64, 48), where, is_packed=False)
@@ -697,6 +645,13 @@ def test_parts_of_the_keys_add_up(where):
     assert not any(x.any() for x in nothing[:3])
 
 
+def of_dtypes(*dtypes: torch.dtype) -> dict:
+    """Tensors for the gradients of k and v."""
+    return {
+        x: torch.zeros(1, 30, 1, 64, dtype=t) for x, t in zip(("dk", "dv"), dtypes, strict=True)
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -705,7 +660,7 @@ def test_parts_of_the_keys_add_up(where):
         ({"accumulate_dkv": True}, ValueError, "dk and dv must be given with accumulate_dkv"),
         ({"fp32_dkv": 1}, TypeError, "fp32_dkv must be a bool"),
         (
-            {"fp32_dkv": True} | {x: torch.zeros(1, 30, 1, 64).bfloat16() for x in ("dk", "dv")},
+            {"fp32_dkv": True} | of_dtypes(torch.bfloat16, torch.bfloat16),
             ValueError,
             "fp32_dkv must be False with dk and dv in torch.bfloat16",
         ),
@@ -715,6 +670,13 @@ def test_parts_of_the_keys_add_up(where):
         ({"seqused_k": torch.ones(1)}, ValueError, "seqused_k must be None without cu_seqlens_q"),
         ({"dq": torch.zeros(1, 20, 2, 64)}, TypeError, "dq must be torch.bfloat16"),
         ({"mask": 3}, TypeError, "mask must be"),
+        (of_dtypes(torch.float32, torch.bfloat16), TypeError, "dv must be torch.float32 like dk"),
+        (of_dtypes(torch.float16, torch.float16), TypeError, "dk must be torch.bfloat16 like k"),
+        (
+            of_dtypes(torch.bfloat16, torch.bfloat16) | {"accumulate_dkv": True},
+            TypeError,
+            "dk must be torch.float32 with accumulate_dkv",
+        ),
     ],
 )
 def test_what_the_function_refuses(options, kind, message):

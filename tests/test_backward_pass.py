@@ -1,29 +1,15 @@
 """What calls hand to the entry of a backward pass: where it looks for it, and in one buffer."""
 
 import itertools
-import random
-import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
-import cutlass
-import cutlass.cute as cute
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import make_problem
 
-from fa3.kernels import backward_preprocess
 from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_group_flag
-from fa3.kernels.backward_preprocess import (
-    PREPROCESS_THREADS,
-    TilePreprocess,
-    lanes_of_row,
-    warps_of_tile,
-)
 from fa3.planning.backward import (
     KEYS_OF_QUERY,
     TILES_PREPROCESSED,
@@ -35,20 +21,15 @@ from fa3.planning.backward import (
     words_of_counters,
 )
 from fa3.planning.key_split import KeyShares
-from fa3.primitives import dq_accumulator
 from fa3.primitives.divisor import PlainDivisor
-from fa3.primitives.dq_accumulator import CLAIMED, NOTHING, STORED, DqAccumulator
 from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.query_walk import EitherWalk
-from fa3.primitives.vectors import VECTOR
-from fa3.primitives.wgmma import WARP
-from fa3.problem import AttentionSpec, Window
-from fa3.schedules import Tile
+from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_index import QueryHeadGroups
 from fa3.schedules.ragged_keys import RaggedKeyOrder
-from fa3.scores.masks import Band, Blocks
+from fa3.scores.masks import Blocks
 
 CAUSAL = Window(right=0)
 
@@ -319,199 +300,3 @@ def test_short_head_groups_are_preprocessed_before(seqlen, window, inside):
 def test_a_call_of_one_head_group_is_preprocessed_before():
     plan = BackwardPlan.of(make_problem(1, 2048, 2048, 1, head_dim=128, window=Window()))
     assert plan.num_head_groups == plan.groups_preprocessed == 1
-
-
-JITTED = TilePreprocess.totals_of_rows.__wrapped__
-TOTALS_OF_ROWS = FunctionType(JITTED.__code__, JITTED.__globals__)
-"""With the code as it is written, taken before any test runs: the DSL puts its own in the place of
-it when it first compiles the function."""
-
-
-class Vectors(np.ndarray):
-    """What a lane has loaded, (8, rows, 2), or a vector of it."""
-
-    def __getitem__(self, at):
-        return super().__getitem__(tuple(slice(None) if n is None else n for n in at))
-
-    def load(self):
-        return self
-
-    def to(self, dtype):
-        return self
-
-    def reduce(self, *how, **named):
-        return float(self.sum())
-
-
-class Lanes:
-    """The lanes of a warp."""
-
-    def __init__(self, monkeypatch, pool: ThreadPoolExecutor):
-        self.pool = pool
-        self.own, self.given = threading.local(), [0.0] * WARP
-        self.barrier = threading.Barrier(WARP, timeout=60)
-        monkeypatch.setattr(cute.arch, "lane_idx", lambda: self.own.lane)
-        monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", self.shuffle)
-        monkeypatch.setattr(cutlass, "range_constexpr", range)
-        monkeypatch.setattr(backward_preprocess, "Float32", float)
-
-    def shuffle(self, number: float, offset: int) -> float:
-        self.given[self.own.lane] = number
-        self.barrier.wait()
-        got = self.given[self.own.lane ^ offset]
-        self.barrier.wait()
-        return got
-
-    def run(self, warp: int, function) -> list:
-        """What a function of a thread's number gives in each lane of a warp."""
-
-        def in_lane(lane: int):
-            self.own.lane = lane
-            return function(warp * WARP + lane)
-
-        return list(self.pool.map(in_lane, range(WARP)))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with ThreadPoolExecutor(WARP) as threads:
-        yield threads
-
-
-@pytest.mark.parametrize("tile_m", [64, 128])
-@pytest.mark.parametrize("head_dim_v", [8, 16, 24, 40, 64, 96, 136, 256])
-def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool):
-    spec, config = AttentionSpec("bfloat16", 64, head_dim_v, Band()), BackwardConfig(tile_m, 128)
-    lanes, own = Lanes(monkeypatch, pool), SimpleNamespace(tile=Tile(0, 0, 0))
-    products = np.random.default_rng(0).integers(0, 100, (tile_m, head_dim_v))
-    for warps in {warps_of_tile(spec, tile_m), PREPROCESS_THREADS // WARP}:
-        assert tile_m % warps == 0
-        of_row = lanes_of_row(spec, tile_m // warps)
-        count = tile_m // warps * of_row // WARP
-        monkeypatch.setattr(TilePreprocess, "count", count)
-
-        def statistics(number: int, warps=warps, of_row=of_row, count=count) -> list:
-            """(row, sum) of what a lane of the tile's warps writes."""
-            warp, lane = divmod(number, WARP)
-            vectors = np.ones((VECTOR, count, 2)).view(Vectors)
-            begin = TilePreprocess(spec, config, None, warps, vectors, None)
-            column = min(lane % of_row * VECTOR, head_dim_v - VECTOR)
-            for i in range(count):
-                row = begin.query(own, warp, i)
-                vectors[:, i, 0] = products[row, column : column + VECTOR]
-            totals = TOTALS_OF_ROWS(begin)
-            if lane % of_row >= count:
-                return []
-            rows = [begin.query(own, warp, begin.row_of_lane(i)) for i in range(len(totals))]
-            return list(zip(rows, totals, strict=True))
-
-        written = [
-            row for warp in range(warps) for rows in lanes.run(warp, statistics) for row in rows
-        ]
-        assert sorted(written) == list(enumerate(products.sum(1).tolist()))
-
-
-def written(method):
-    """A method with the code as it is written, taken before the DSL puts its own in its place."""
-    return FunctionType(method.__wrapped__.__code__, method.__wrapped__.__globals__)
-
-
-CLAIM, HAS_VALUE = written(DqAccumulator.claim), written(DqAccumulator.has_value)
-
-
-class Memory:
-    """Flags in device memory, which count how often one is read or changed."""
-
-    def __init__(self, words: list[int], monkeypatch):
-        self.words, self.lock, self.accesses = words, threading.Lock(), 0
-        monkeypatch.setattr(cute.arch, "atomic_or", self.atomic_or)
-        monkeypatch.setattr(cute.arch, "load", self.load)
-        monkeypatch.setattr(cute.arch, "fence_proxy", lambda kind: None)
-        monkeypatch.setattr(dq_accumulator, "Int32", int)
-        monkeypatch.setattr(dq_accumulator, "Boolean", bool)
-
-    def accumulator(self) -> DqAccumulator:
-        """An accumulator with these flags; the address of a tile's flag is its number."""
-        tiles = SimpleNamespace(number=lambda tile: tile)
-        return DqAccumulator(None, tiles, SimpleNamespace(iterator=0))
-
-    def atomic_or(self, word: int, bits: int, sem: str, scope: str) -> int:
-        assert sem == {CLAIMED: "acquire", STORED: "release"}[bits] and scope == "gpu"
-        with self.lock:
-            self.accesses += 1
-            found, self.words[word] = self.words[word], self.words[word] | bits
-        return found
-
-    def load(self, word: int, dtype, sem: str, scope: str) -> int:
-        assert sem in ("acquire", "relaxed") and scope == "gpu"
-        with self.lock:
-            self.accesses += 1
-            return self.words[word]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_first_stores_and_all_others_add(seed, monkeypatch):
-    draw = random.Random(seed)
-    tiles, ctas = draw.randint(1, 12), draw.randint(1, 16)
-    memory = Memory([NOTHING] * tiles, monkeypatch)
-    sums, stores, locks = (
-        [float("nan")] * tiles,
-        [0] * tiles,
-        [threading.Lock() for _ in range(tiles)],
-    )
-    start = threading.Barrier(ctas)
-
-    def cta(first: int):
-        """Walk the tiles upwards from some tile on, as a key tile does."""
-        dq = memory.accumulator()
-        start.wait()
-        for tile in range(first, tiles):
-            is_first = CLAIM(dq, tile, 0)
-            if is_first:
-                time.sleep(0.002)  # Until the value has arrived; others come meanwhile.
-            with locks[tile]:
-                stores[tile] += is_first
-                sums[tile] = 1 if is_first else sums[tile] + 1
-            if is_first:
-                dq.publish_first_store(tile)
-
-    begins = [draw.choice((0, draw.randrange(tiles))) for _ in range(ctas)]
-    threads = [threading.Thread(target=cta, args=(first,), daemon=True) for first in begins]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    expected = [sum(first <= tile for first in begins) for tile in range(tiles)]
-    # NaN is equal to nothing: tiles without a key tile are left out.
-    assert [n for n, count in zip(sums, expected, strict=True) if count] == [
-        n for n in expected if n
-    ]
-    assert stores == [min(1, count) for count in expected]
-    assert memory.words == [STORED if count else NOTHING for count in expected]
-    dq = memory.accumulator()
-    assert [HAS_VALUE(dq, tile, 0) for tile in range(tiles)] == [count > 0 for count in expected]
-
-
-def test_an_accumulator_of_zeros_is_only_added_to(monkeypatch):
-    memory = Memory([NOTHING] * 3, monkeypatch)
-    dq = memory.accumulator()
-    assert not any(CLAIM(dq, tile, 1) for tile in range(3))
-    assert all(HAS_VALUE(dq, tile, 1) for tile in range(3))
-    assert memory.accesses == 0
-
-
-def test_a_claimed_tile_is_waited_for(monkeypatch):
-    memory = Memory([CLAIMED], monkeypatch)
-    dq, found = memory.accumulator(), SimpleNamespace(is_first=None)
-
-    def wait():
-        found.is_first = CLAIM(dq, 0, 0)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(timeout=0.2)
-    assert thread.is_alive() and found.is_first is None
-    dq.publish_first_store(0)
-    thread.join(timeout=60)
-    assert found.is_first is False

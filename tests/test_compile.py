@@ -35,7 +35,7 @@ from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
 from fa3.schedules.joined import MultiSequenceTiles
-from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
+from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
@@ -112,11 +112,8 @@ def cases():
             seen.add((spec, config))
             yield spec, config, TileList if row.masked else StaticPersistent
     # Of heads of 64 and 256 with dropout, which takes more registers: test_dropout_compile. Other
-    # schedules are in `MODIFIED` and in test_machine_code_of_the_instrumented_kernel.
-    spec = spec_of(128, "causal")
-    yield spec, config_of(spec).recompute, RecomputeTiles
-    spec = spec_of(256, "causal")
-    yield spec, replace(config_of(spec), fixed_reference=False), SplitTiles
+    # schedules: `MODIFIED`, test_machine_code_of_the_instrumented_kernel, and
+    # test_a_kernel_with_both_references_has_the_code_of_each.
     for head_dim, mask, schedule_type in (
         (128, "causal", RaggedTiles),
         (256, "window", RecomputeRaggedTiles),
@@ -152,12 +149,8 @@ SIZES = {
 
 MODIFIERS = {
     "softcap": ((CAP,), None, None),
-    "alibi": ((BEHIND,), None, None),
-    "softcap-sinks": ((CAP,), None, "float32"),
     "softcap-alibi-sinks": ((CAP, BEHIND), None, "bfloat16"),
     "softcap-around-sinks": ((CAP, AROUND_BY_BATCH), None, "float32"),
-    "gate": ((GATE,), None, None),
-    "mask": ((), DOCUMENTS, None),
     "everything": ((CAP, AROUND, RELATIVE), DOCUMENTS, "float32"),
     "everything-prefix": ((CAP, BEHIND_BY_BATCH, GATE), PREFIX, "bfloat16"),
 }
@@ -169,9 +162,6 @@ MODIFIED = (
     *((size, "causal", "everything") for size in ("128", "192.128")),
     ("256", "window", "everything-prefix"),
     ("128", "full", "softcap"),
-    ("128", "causal", "gate"),
-    ("128", "window", "alibi"),
-    ("128", "rows", "softcap-sinks"),
 )
 """What is compiled of all combinations of size, band and modifiers."""
 
@@ -181,10 +171,8 @@ def modified_cases():
     for size, mask, name in MODIFIED:
         head_dim, head_dim_v = SIZES[size]
         spec = modified(head_dim, mask, *MODIFIERS[name], head_dim_v=head_dim_v)
-        schedules = {"full": StaticPersistent, "window": Dynamic, "rows": MultiSequenceTiles}
-        schedule_type = schedules.get(mask, TileList)
-        config = halved_tiling(spec) if schedule_type is MultiSequenceTiles else config_of(spec)
-        case = (spec, config, schedule_type)
+        schedules = {"full": StaticPersistent, "window": Dynamic}
+        case = (spec, config_of(spec), schedules.get(mask, TileList))
         yield pytest.param(case, id=f"d{size}-{mask}-{name}")
 
 
@@ -253,10 +241,8 @@ def stretches(report: CubinReport) -> list[int]:
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("head_dim", "mask", "page_size", "is_fixed"),
-    [
-        (128, "causal", 0, True), (128, "causal", 16, False), (256, "window", 16, True),
-    ],
-)  # fmt: skip
+    [(128, "causal", 0, True), (256, "window", 16, True)],
+)
 def test_machine_code_with_keys_in_a_cache(head_dim, mask, page_size, is_fixed):
     plan = RaggedPlan(spec_of(head_dim, mask), False, False, H200, CacheLayout(page_size))
     kernel = plan.kernels()[0 if is_fixed else 1]

@@ -6,47 +6,25 @@ On a GPU memory is NaN wherever a kernel writes nothing.
 import itertools
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from cuda_graphs import captured
-from gradients import sums_in_float64, without_empty_rows
 from pairs import places
-from problems import poisoned_allocations
 from score_problems import Recipe
-from torch.utils.checkpoint import checkpoint
 from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
 import fa3
 from fa3 import flash_attn_varlen_func
-from fa3.calls import autograd
-from fa3.calls.backward import BackwardCall
-from fa3.calls.modifiers import ModifierSpec
-from fa3.calls.packed_calls import RaggedCall
-from fa3.calls.varlen import attend_packed
-from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import most_keys_unzeroed
-from fa3.planning.gpu import H200
-from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.routes import PACKED, PackedSizes, Signature
 from fa3.problem import NO_BOUND, Window
-from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import PackedLengths
-from fa3.running.compiler import load_kernel
-from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER
-from fa3.schedules.ragged_keys import KeyTileRecord
-from fa3.scores.masks import Band
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2, head_dim=32)
-USED = replace(RAGGED, used_q=(70, 9, 0, 100), used_k=(10, -1, 3, 999), spare=5)
 
 
 FAMILIES = 14
 """Sets of options that change the generated code; the dtypes take turns."""
-
-TILE_M, TILE_N = 64, 128
 
 
 def check(problem: VarlenProblem, where="cpu", weights=(True, False), seed: int = 0) -> dict:
@@ -89,21 +67,6 @@ def test_equal_lengths_have_the_bits_of_a_dense_call(head_dim, length, causal, w
         assert all(map(torch.equal, found[where != "cpu" :], expected[where != "cpu" :]))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
-def test_only_one_input(name):
-    call = make_call(replace(USED, recipe=Recipe(sinks="float32")))
-    of_all = check_varlen_gradients(USED, call, (True, False))
-    one = {name: call[name].detach().clone().requires_grad_()}
-    out = flash_attn_varlen_func(**call | one)
-    generator = torch.Generator().manual_seed(0)
-    d_out = torch.zeros_like(out)
-    for rows in USED.rows:
-        part = d_out[rows.q.start : rows.q.stop]
-        part.copy_(torch.randn(part.shape, generator=generator))
-        torch.randn(part.shape[1], len(part), generator=generator)
-    assert torch.equal(torch.autograd.grad(out, one[name], d_out)[0], of_all[name])
-
-
 @pytest.mark.parametrize(
     "problem",
     [
@@ -132,19 +95,6 @@ def test_nothing_to_compute(problem):
         assert found[3].tolist() == [sum(len(rows.q) for rows in problem.rows)]
 
 
-def test_part_of_a_model():
-    """Under a checkpoint, into views, with a gradient that is expanded from one number."""
-    packed = torch.randn(120, 3, 2, 64).half().requires_grad_()
-    ends = torch.tensor([0, 50, 120], dtype=torch.int32)
-
-    def run(packed):
-        return flash_attn_varlen_func(*packed.unbind(1), ends, ends, 70, 70, causal=True)
-
-    expected = torch.autograd.grad(run(packed), packed, torch.ones(120, 2, 64).half())
-    found = torch.autograd.grad(checkpoint(run, packed, use_reentrant=False).sum(), packed)
-    assert torch.equal(*expected, *found)
-
-
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_what_is_kept(dropout_p, where):
     """What the call was given and gave, and no copy; with dropout its seed, and no mask."""
@@ -159,47 +109,6 @@ def test_what_is_kept(dropout_p, where):
     names = "cu_seqlens_q", "cu_seqlens_k", "q", "k", "v"
     expected = *(call[name] for name in names), *results
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
-
-
-@pytest.mark.parametrize(
-    ("window", "dropout"),
-    [(Window(), None), (Window(right=0), Dropout(torch.tensor([7]), 0.4)), (Window(2, 1), None)],
-    ids=["", "causal, dropout", "window"],
-)
-def test_gradcheck(window, dropout):
-    """In float64 nothing is rounded to 16 bits, nor to 32."""
-    inputs = [2 * torch.randn(7, heads, 8).double() for heads in (2, 1, 1)]
-    ends = torch.tensor([0, 2, 2, 6, 7], dtype=torch.int32)
-    used = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    lengths = PackedLengths(ends, ends, used, None)
-    structure = ModifierSpec(has_dropout=dropout is not None)
-    spec = structure.spec(torch.bfloat16, 8, 8, window)
-    call = RaggedCall.of(Signature(PACKED, spec, window, 2, 1, H200, has_used_q=True))
-    sizes = PackedSizes(4, 2, 7, 7, 4, 4)
-    run_packed = call, lengths, sizes, 0.25, dropout
-    attend = partial(attend_packed, run_packed)
-    backward = BackwardCall((spec, window), (4, 4), 0.25, False, 1)
-    given = autograd.DifferentiableCall(attend, backward, lengths, dropout, True)
-    is_used = torch.tensor([row in (0, 1, 2, 3, 4, 6) for row in range(7)])
-
-    def run(*tensors):
-        out, lse = autograd.attend_differentiably(given, *tensors)
-        return without_empty_rows(out[is_used], lse[:, is_used])
-
-    with sums_in_float64():
-        inputs = [x.requires_grad_() for x in inputs]
-        assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", ["q", "d_out"])
-def test_second_derivatives_are_refused(name, where):
-    call = make_call(VarlenProblem((100, 33), (100, 33)), 0, where)
-    q = call["q"].requires_grad_()
-    out = flash_attn_varlen_func(**call)
-    d_out = torch.randn_like(out).requires_grad_()
-    (dq,) = torch.autograd.grad(out, q, d_out, create_graph=True)
-    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func has no second deriv"):
-        torch.autograd.grad(dq.float().sum(), {"q": q, "d_out": d_out}[name])
 
 
 def test_refusals():
@@ -217,41 +126,6 @@ def test_refusals():
     call["alibi_slopes"].requires_grad_()
     with pytest.raises(ValueError, match=r"^alibi_slopes requires grad, but would get no"):
         flash_attn_varlen_func(**call)
-
-
-@pytest.mark.parametrize("lengths", [[300, 0, 5, 129, 128, 1000], [17], [0, 0], [3] * 500])
-@pytest.mark.parametrize("has_used", [False, True])
-def test_the_table_has_every_tile_of_keys_once(has_used, lengths, device):
-    total, window = sum(lengths) + 200, Window(right=0)
-    capacity = capacity_of_table(total, len(lengths), TILE_N)
-    table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
-    ends = integers(0, *lengths, device=device).cumsum(0, dtype=torch.int32)
-    counts = [length // 2 for length in lengths] if has_used else lengths
-    used = integers(*counts, device=device) if has_used else None
-    kernel = load_kernel(TileTable(TILE_M, TILE_N, Band.of(window), False, has_used, True))
-    shift = shift_of_work(max(lengths), TILE_M)
-    kernel(ends, ends, None, used, table, total, total, capacity, shift, *window, 0, 1, 1)
-    header, body = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:]
-    records = body.view(-1, RECORD)[: header[NUM_RECORDS]].tolist()
-    found = [KeyTileRecord(*words[: len(KeyTileRecord._fields)]) for words in records]
-    begins = ends.tolist()
-    # Rows behind the last sequence are its own.
-    owned = [*lengths[:-1], lengths[-1] + 200]
-    expected = [
-        KeyTileRecord(
-            tile,
-            batch,
-            begins[batch],
-            length,
-            begins[batch],
-            counts[batch],
-            -(-owned[batch] // TILE_N),
-            owned[batch],
-        )
-        for batch, length in enumerate(lengths)
-        for tile in range(-(-owned[batch] // TILE_N))
-    ]
-    assert sorted(found) == sorted(expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -347,21 +221,6 @@ def test_wrong_lengths_end(ends, device):
     out = fa3.flash_attn_varlen_func(**call)
     torch.autograd.grad(out, leaves, torch.ones_like(out))
     torch.cuda.synchronize()
-
-
-def test_strange_gradients_of_out(device):
-    """Expanded from a number, and with strides that TMA cannot walk."""
-    call = make_call(VarlenProblem((100, 33), (100, 33)), 0, device)
-    leaves = [call[name].requires_grad_() for name in "qkv"]
-    out = fa3.flash_attn_varlen_func(**call)
-    ones = torch.ones_like(out)
-    expected = torch.autograd.grad(out, leaves, ones, retain_graph=True)
-    wide = torch.ones(*out.shape[:2], out.shape[2] + 4, device=device).to(out.dtype)[..., :-4]
-    for d_out in (ones[:1, :1, :1].expand(out.shape), wide):
-        with poisoned_allocations():
-            found = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
