@@ -60,13 +60,6 @@ def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
     assert free_at == pytest.approx(timeline.busy)
 
 
-@pytest.mark.parametrize("schedule_type", [TileList, StaticPersistent, SingleTile])
-def test_timeline_ends_when_the_plan_is_predicted_to(schedule_type):
-    plan = plan_forward(problem("--causal"), schedule=schedule_type)
-    prediction = plan.predict()
-    assert plan.simulate().us == pytest.approx(prediction.us - prediction.launch_us)
-
-
 def test_timeline_counts_the_mask_s_blocks():
     asked = problem("--shape", "2,1000,3000,6,2,64", "--causal")
     plan = plan_forward(asked)

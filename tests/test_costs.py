@@ -21,18 +21,16 @@ from fa3.planning.load import (
     EXACT_ROUNDS,
     Load,
     RowLoad,
-    Segments,
     makespan,
     segments_of,
     segments_of_tiles,
 )
 from fa3.planning.planner import LEAST_MARGIN, candidates, choose, plan_forward
-from fa3.planning.prediction import bytes_moved, predict
 from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import alternatives, choose_config
 from fa3.problem import Window
-from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
+from fa3.schedules import SCHEDULES, StaticPersistent, TileList
 from fa3.schedules.split import LEAVE_US, MERGE_US
 from fa3.schedules.tile_list import balance
 from fa3.scores.templates import Template
@@ -61,10 +59,6 @@ def greedy(times, lanes: int) -> float:
 
 
 TILE = TileCosts(1.5, 1.8, 1.1, 1.1, 2.0)
-
-
-def load_of(segments: Segments) -> Load:
-    return Load.of(segments, TILE, 132)
 
 
 # --------------------------------------------------------------------------------- parameters
@@ -149,17 +143,6 @@ def test_makespan_is_that_of_the_hand_out_or_near_it(times, lanes):
     assert found >= sum(times) / lanes - 1e-6
 
 
-@given(st.integers(0, 300), st.integers(1, 40))
-def test_back_and_forth_is_what_the_static_schedule_does(tiles, clusters):
-    clusters = max(1, min(clusters, tiles))
-    order = TileOrder(tiles, 1, 1, 1)
-    schedule = StaticPersistent(order, clusters)
-    owners = schedule.owners
-    for cluster in range(clusters):
-        for segment in walk(schedule, cluster):
-            assert owners[order.index(segment.tile)] == cluster
-
-
 @given(
     st.integers(1, 3),
     st.integers(0, 9000),
@@ -227,36 +210,6 @@ def test_what_bounds_a_plan_is_named():
     assert plan_forward(few, schedule="list").predict().bound == "its longest tile"
     one = make_problem(1, 128, 1024, 1, head_dim=128)
     assert plan_forward(one).predict().bound == "too few tiles"
-
-
-def test_keys_that_overflow_l2_are_read_again():
-    problem = make_problem(1, 4096, 1 << 18, 1, 8, head_dim=128)
-    tiled = TiledProblem(problem, H200, TILES)
-    work = load_of(segments_of_tiles(tiled))
-    assert bytes_moved(tiled, work) > 1.3 * problem.bytes
-    large = replace(tiled, gpu=Gpu("large", 132, 1 << 40))
-    assert bytes_moved(large, work) == problem.bytes
-
-
-def test_a_tile_in_parts_is_shorter_but_moves_more():
-    """Segments may be parts of a tile's key range: what a split schedule gives."""
-    problem = make_problem(1, 128, 16384, 8, head_dim=128)
-    costs, tiled = shipped_costs(H200.name), TiledProblem(problem, H200, TILES)
-    whole = segments_of_tiles(tiled)
-    parts = Segments(
-        np.repeat(whole.full // 16, 16),
-        np.repeat(whole.masked, 16),
-        np.arange(128),
-        np.repeat(np.arange(8), 16),
-        np.ones(128, bool),
-        np.arange(128) % 16 == 0,
-    )
-    together, apart = (
-        predict(costs, tiled, "list", load_of(segments)) for segments in (whole, parts)
-    )
-    assert apart.us < together.us / 4
-    assert apart.memory_us > together.memory_us
-    assert parts.num_partial == 128 and whole.num_partial == 0
 
 
 def test_nothing_to_do_takes_a_launch():

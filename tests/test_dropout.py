@@ -1,6 +1,5 @@
 """Dropout: its random numbers, which of them a kernel's thread draws, and what is refused."""
 
-import itertools
 from dataclasses import replace
 
 import cutlass
@@ -24,7 +23,6 @@ from fa3.planning.backward import choose_backward_config
 from fa3.primitives.attention import Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import (
-    FACTOR,
     WORDS,
     DropoutArguments,
     RandomWords,
@@ -185,36 +183,6 @@ def test_the_share_that_is_kept(dropout_p):
     ]:
         moved = centred.roll(shift, dims=(0, 1, 2, 3))
         assert abs((centred * moved).mean()) < 5 / mask.numel() ** 0.5
-
-
-@pytest.mark.parametrize("dropout_p", [0.01, 0.25, 0.9])
-def test_the_numbers_of_a_word_are_as_good_as_independent(dropout_p):
-    word = np.random.default_rng(0).integers(2**32, size=2**24, dtype=np.uint32)
-    product = word * np.uint32(FACTOR)
-    four = [is_kept(x & 0xFFFF, dropout_p) for x in (word, word >> 16, product, product >> 16)]
-    _, share = threshold_of(dropout_p)
-    means = [kept.mean() for kept in four]
-    for mean in means:
-        assert abs(mean - share) < 5 * (share * (1 - share) / len(word)) ** 0.5
-    for i, j in itertools.combinations(range(4), 2):
-        together = (four[i] & four[j]).mean() - means[i] * means[j]
-        assert abs(together) < (0.001 + 4 / len(word) ** 0.5) * share * (1 - share)
-    assert abs(np.all(four, axis=0).mean() - share**4) < 1e-4 + 5 * len(word) ** -0.5
-
-
-def test_a_mask_is_part_of_larger_ones():
-    whole = fa3.dropout_mask(STATE, 0.3, 3, 5, 100, 200)
-    part = fa3.dropout_mask(STATE, 0.3, 2, 2, 37, 113)
-    assert torch.equal(part, whole[:2, :2, :37, :113])
-
-
-def test_seeds_differ():
-    masks = [
-        fa3.dropout_mask(torch.tensor([seed]), 0.5, 1, 1, 64, 64) for seed in (0, 1, 2**32, -1)
-    ]
-    for i, one in enumerate(masks):
-        assert all(0.4 < (one == other).float().mean() < 0.6 for other in masks[:i])
-    assert fa3.dropout_mask(STATE, 0, 1, 1, 3, 5).all()
 
 
 def test_positions_near_the_ends_of_32_bits():

@@ -1,7 +1,6 @@
 """Attention and gradients with dropout, on the CPU and on a Hopper GPU, and which keys are kept."""
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -169,16 +168,6 @@ def test_no_dropout_is_none():
     assert torch.equal(*outs) and all(map(torch.equal, found, expected))
 
 
-def test_values_that_say_which_keys_are_kept():
-    """With q = 0 all keys weigh the same, and each value names its key."""
-    q, k = torch.zeros(2, 1, 60, 2, 64).bfloat16()
-    v = torch.eye(60, 64).bfloat16().view(1, 60, 1, 64).expand(-1, -1, 2, -1).contiguous()
-    out = fa3.flash_attn_func(q, k, v, **DROPPED)
-    mask = fa3.dropout_mask(STATE, 0.3, 1, 2, 60, 60)
-    assert torch.equal(out[..., :60] != 0, mask.transpose(1, 2))
-    assert not out[..., 60:].any()
-
-
 @pytest.mark.parametrize("name", ["tiles", "split", "static"])
 def test_no_tiling_and_no_schedule_changes_the_mask(name):
     problem = make_problem(1, 200, 1000, 1, 2, 64)
@@ -203,21 +192,6 @@ def test_a_plan_knows_whether_there_is_dropout():
     assert "dropout" in str(plan_forward(replace(problem, spec=spec)).explain())
 
 
-def test_the_backward_pass_draws_the_same():
-    q, k, v = leaves()
-    torch.manual_seed(3)
-    out = fa3.flash_attn_func(q, k, v, dropout_p=0.4)
-    d_out = torch.randn_like(out)
-    torch.manual_seed(3)
-    state = draw_rng_state(q.device)
-    expected = torch.autograd.grad(
-        fa3.flash_attn_func(q, k, v, dropout_p=0.4, rng_state=state), (q, k, v), d_out
-    )
-    for _ in range(2):
-        found = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-        assert all(map(torch.equal, found, expected))
-
-
 def test_checkpoints_draw_it_again():
     q, k, v = leaves()
     d_out = torch.randn(2, 70, 2, 32).bfloat16()
@@ -231,17 +205,6 @@ def test_checkpoints_draw_it_again():
     out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
     torch.manual_seed(4)
     assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), d_out), expected))
-
-
-@pytest.mark.parametrize("sizes", [(0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)])
-def test_nothing_to_compute(sizes):
-    batch, seqlen_q, seqlen_k, heads_kv = sizes
-    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
-    q, k, v = (x.requires_grad_() for x in make_operands(problem))
-    out = fa3.flash_attn_func(q, k, v, dropout_p=0.5)
-    assert not out.any()
-    assert not any(x.any() for x in torch.autograd.grad(out, (q, k, v), out))
-    assert fa3.dropout_mask(STATE, 0.5, *sizes).shape == sizes
 
 
 def test_a_packed_sequence_has_the_mask_of_its_number():
@@ -267,36 +230,6 @@ def test_graphs():
     expected = fa3.flash_attn_func(q, k, v, dropout_p=0.3)
     torch.manual_seed(7)
     assert torch.equal(drawn(q, k, v), expected)
-
-
-def test_gradients_in_graphs():
-    q, k, v = leaves()
-
-    def run(q, k, v):
-        return fa3.flash_attn_func(q, k, v, **DROPPED)
-
-    d_out = torch.randn(2, 70, 2, 32).bfloat16()
-    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert all(map(torch.equal, torch.autograd.grad(compiled(q, k, v), (q, k, v), d_out), expected))
-
-
-def test_packed_sequences_in_graphs():
-    call = make_call(PACKED[0])
-    expected = fa3.flash_attn_varlen_func(**call, **DROPPED)
-
-    def run(q, k, v, ends_q, ends_k):
-        rest = {
-            "cu_seqlens_q": ends_q,
-            "cu_seqlens_k": ends_k,
-            "max_seqlen_q": 130,
-            "max_seqlen_k": 130,
-        }
-        return fa3.flash_attn_varlen_func(q, k, v, **rest, **DROPPED)
-
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    tensors = [call[name] for name in names]
-    assert torch.equal(make_fx(run)(*tensors)(*tensors), expected)
 
 
 @pytest.mark.parametrize("dropout_p", [2**-16, 0.1, 0.4979, 0.5, 0.9, 0.999])
@@ -412,28 +345,6 @@ def test_rows_of_which_nothing_is_kept(dropout_p, device, dropped, always_fixed)
     mask = fa3.dropout_mask(call["rng_state"], dropout_p, 2, 2, 300, 300)
     is_empty = ~(mask & visible(300, 300, CAUSAL, device)).any(dim=3)
     assert is_empty.any() and not out.transpose(1, 2)[is_empty].any()
-
-
-@pytest.mark.parametrize("schedule", ["list", "split"])
-def test_long_sequences(schedule, device, dropped):
-    problem = make_problem(1, 3000, 5000, 4, 2, 128, CAUSAL)
-    q, k, v = make_operands(problem, 0, device)
-    out = fa3.flash_attn_func(q, k, v, causal=True, schedule=schedule, **dropped)
-    check_attention(out, None, q, k, v, window=CAUSAL, **dropped)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_calls(seed, device):
-    draw = random.Random(seed)
-    head_dim = HEAD_DIMS[seed % len(HEAD_DIMS)]
-    lengths = (draw.randint(1, draw.choice((40, 300, 1100))) for _ in range(2))
-    heads_kv, group = draw.randint(1, 2), draw.choice((1, 2, 4))
-    window = WINDOWS[seed % len(WINDOWS)]
-    problem = make_problem(draw.randint(1, 3), *lengths, heads_kv, group, head_dim, window)
-    q, k, v = make_operands(problem, seed, device)
-    state = torch.tensor([draw.randrange(-(2**63), 2**63)], device=device)
-    dropout = {"dropout_p": draw.choice((0.01, 0.1, 0.5, 0.8)), "rng_state": state}
-    check_gradients(q, k, v, window, (True, True), seed, **dropout)
 
 
 def leaves_on(device) -> list[torch.Tensor]:

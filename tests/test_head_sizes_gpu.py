@@ -112,26 +112,6 @@ def test_window_of_one_key(name, head_dim, dtype, length, device):
     )  # fmt: skip
 
 
-@pairs(
-    name=("softcap", "alibi", "plain"),
-    head_dim=(64, 96, 128, 256),
-    lengths=((1, 1), (1,) * 50, (1, 300, 1)),
-    longest=(1, 300),
-)
-def test_packed_sequences_of_one_key(name, head_dim, lengths, longest, device):
-    """Sequences of one row; a longer one beside them has a window of one key, too."""
-    q, k, v = operands((sum(lengths),), head_dim, torch.bfloat16, device)
-    ends = torch.tensor((0, *lengths), device=device).cumsum(0, dtype=torch.int32)
-    longest = max(longest, *lengths)
-    options = options_of(name, device)
-    check(
-        lambda *leaves: fa3.flash_attn_varlen_func(
-            *leaves, ends, ends, longest, longest, window_size=(0, 0), **options
-        ),
-        q, k, v, values(v),
-    )  # fmt: skip
-
-
 @pairs(name=("softcap", "plain"), head_dim=(64, 128, 256), num_splits=(0, 1, 3), used=(1, 200))
 def test_decoding_with_one_visible_key(name, head_dim, num_splits, used, device):
     q = operands((3, 1), head_dim, torch.bfloat16, device)[0]

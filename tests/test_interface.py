@@ -164,14 +164,6 @@ def test_qkv_in_one_tensor():
     assert torch.equal(found, of_parts)
 
 
-def test_qkv_of_shared_heads():
-    torch.manual_seed(0)
-    qkv = torch.randn(2, 20, 8, 64).bfloat16()
-    out = interface.flash_attn_qkvpacked_func(qkv, window_size=(5, 0), softcap=9.0, num_heads_q=4)
-    q, k, v = qkv.split([4, 2, 2], dim=2)
-    assert torch.equal(out, fa3.flash_attn_func(q, k, v, window_size=(5, 0), softcap=9.0))
-
-
 # --------------------------------------------------------------------------- passes by themselves
 
 ENDS = torch.tensor([0, 7, 20], dtype=torch.int32)
@@ -242,38 +234,6 @@ def test_the_forward_pass_by_itself(case, has_out):
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert not has_out or out is buffer
     assert [x.numel() for x in rest] == [0, 0]
-
-
-def test_a_ring_of_two_blocks_of_keys():
-    """What libraries for context parallelism do, against a call on all keys."""
-    q, k, v = (x.requires_grad_() for x in operands())
-    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
-    d_out = torch.randn_like(out)
-    expected = torch.autograd.grad(out, (q, k, v), d_out)
-    q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
-    blocks = [(k[:, rows], v[:, rows]) for rows in (slice(0, 12), slice(12, 20))]
-    parts, lses = zip(
-        *(interface._flash_attn_forward(q, *block, softmax_scale=0.125)[:2] for block in blocks),
-        strict=True,
-    )
-    merged, merged_lse = interface.flash_attn_combine(
-        torch.stack(parts).float(), torch.stack(lses).transpose(2, 3), out_dtype=q.dtype
-    )
-    merged_lse = merged_lse.transpose(1, 2)
-    torch.testing.assert_close(merged, out, atol=0.02, rtol=0.02)
-    torch.testing.assert_close(merged_lse, lse)
-    found = [[], [], []]
-    for block in blocks:
-        written = [torch.full_like(x, torch.nan) for x in (q, *block)]
-        interface._flash_attn_backward(
-            d_out, q, *block, merged, merged_lse, dq=written[0], dk=written[1], dv=written[2],
-            softmax_scale=0.125,
-        )  # fmt: skip
-        for of_all, one in zip(found, written, strict=True):
-            of_all.append(one)
-    dq, dk, dv = sum(found[0]), torch.cat(found[1], 1), torch.cat(found[2], 1)
-    for one, other in zip((dq, dk, dv), expected, strict=True):
-        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
 def test_the_backward_pass_of_packed_sequences():

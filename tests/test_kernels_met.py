@@ -143,19 +143,6 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
     assert len(loaded) > 4
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt-oss"])
-def test_after_a_prompt_no_step_on_pages_loads_another_kernel(name, loaded):
-    """Steps that only decode have a kernel of their own, which the first prompt loads."""
-    model = MODELS[name]
-    keys = 1 << 15
-    for window in model.windows:
-        prepare_on_pages(model, window, 1, 4096, keys)
-    met = dict(loaded)
-    for window, batch, queries in product(model.windows, BATCHES, QUERIES):
-        prepare_on_pages(model, window, batch, queries, keys)
-    assert loaded == met
-
-
 MODEL = PRESETS["llama3-8b"]
 
 MOST_BATCH, LONGEST, MOST_TOKENS = 256, 1 << 17, 1 << 20

@@ -79,17 +79,6 @@ def widened(table: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-@pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
-def test_a_wide_page_table_for_many_sequences(options, device):
-    """All their tiles might have more key blocks than 32 bits count."""
-    problem = CacheProblem(
-        tuple((37 * n) % 3000 for n in range(40)), heads_kv=2, group=4, page_size=1024, causal=True
-    )
-    call = make_call(problem, device=device)
-    results = run(call, **options)
-    assert_same_bits(results, run(call | {"page_table": widened(call["page_table"])}, **options))
-
-
 MANY = CacheProblem(tuple((37 * n) % 400 for n in range(1500)), group=4, heads_kv=2)
 ROWS = CacheProblem((9000, 41, 0, 3333), 30, heads_kv=2, group=8, page_size=16, causal=True)
 WINDOW = CacheProblem((5000, 300), 3, heads_kv=3, window=(1000, 0), leftpads=(7, 0), page_size=1)

@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 
 import fa3
 from fa3.calls import combine, forward, kvcache, varlen
-from fa3.calls.call import TENSORS, AttentionCall
+from fa3.calls.call import TENSORS
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
-from fa3.calls.options import Options, latest_call, remembered_options
-from fa3.problem import REMEMBERED, Window
+from fa3.calls.options import latest_call, remembered_options
+from fa3.problem import REMEMBERED
 
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
 
@@ -76,20 +76,6 @@ def test_packed_sequences_may_have_any_lengths(stop_describing):
     stop_describing()
     for call, out in zip(calls, expected, strict=True):
         assert torch.equal(fa3.flash_attn_varlen_func(**call), out)
-
-
-def test_packed_queries_may_have_any_rows(stop_describing):
-    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
-
-    def call(rows: int):
-        q = torch.randn(rows, 2, 16).bfloat16()
-        more = {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": 1, "out": torch.empty_like(q)}
-        return fa3.flash_attn_with_kvcache(**cache_call(**more))
-
-    for _ in range(3):
-        call(2)
-    stop_describing()
-    assert call(5).shape == (5, 2, 16)
 
 
 def test_a_tensor_that_requires_grad_is_refused():
@@ -233,13 +219,6 @@ def test_the_stride_of_a_single_number_is_not_that_of_several():
         call(4)
 
 
-def test_a_call_on_one_tensor_stands_in_nobodys_way():
-    x = torch.randn(2, 8, 2, 64).bfloat16()
-    for _ in range(3):
-        fa3.flash_attn_with_kvcache(x, x, x)
-    fa3.flash_attn_with_kvcache(x, x.clone(), x.clone())
-
-
 def test_what_is_no_tensor_is_refused_behind_a_call_that_had_none():
     x = torch.randn(2, 8, 2, 64).bfloat16()
     for _ in range(3):
@@ -267,17 +246,6 @@ def packed_operands(**named: Operand | None) -> tuple[Operand | None, ...]:
     ends = operand(1, dtype=torch.int32, device=named["q"].device)
     named |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
     return tuple(named.get(name) for name in TENSORS)
-
-
-def call_of(batch: int, device: str) -> AttentionCall:
-    q, cache = operand(batch, 1, 4, 64, device=device), operand(batch, 64, 1, 64, device=device)
-    lengths = operand(batch, dtype=torch.int32, device=device)
-    return AttentionCall(q, cache, cache, *[None] * 4, lengths, *[None] * 4)
-
-
-def described_call(batch: int, device: str = "cpu") -> tuple:
-    described = call_of(batch, device)[: len(TENSORS)]
-    return described, Options(Window(right=0))
 
 
 def merge(parts: int) -> tuple:
@@ -308,10 +276,3 @@ def test_no_more_than_so_many_are_remembered():
     assert combine.prepare_combine.cache_info().currsize == REMEMBERED
     assert sizes[2] - sizes[1] < SLACK
     combine.prepare_combine.cache_clear()
-
-
-def test_what_is_remembered_is_found_again():
-    kvcache.prepare_cache_call.cache_clear()
-    first, *_, last = (kvcache.prepare_cache_call(*described_call(n)) for n in range(1, 4))
-    assert kvcache.prepare_cache_call(*described_call(3)) is last
-    assert kvcache.prepare_cache_call(*described_call(1)) is first

@@ -14,13 +14,10 @@ from varlen_problems import VarlenProblem, check_call, on_cache, random_problem
 import fa3
 from fa3.calls import decode, kvcache, mixed, operands, overlap, packed_calls
 from fa3.calls import values as values_of_calls
-from fa3.kernels.combine import CombineArguments
-from fa3.kernels.decode_launch import DecodeArguments
-from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.sequences import PackedQueries
 from fa3.schedules.stream_k import BY_CTA, FixedSplit, NoSplit, StreamK, records, segments
@@ -99,54 +96,6 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
             not isinstance(one, decode.PreparedDecode) or one.plan.overlaps_forward
             for one in attending
         )
-
-
-@pytest.mark.parametrize("options", [{"num_splits": 3}, {"batch_invariant": True}], ids=str)
-def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypatch):
-    """The combine kernel reads a record for each tile that a call may have."""
-    queries, lengths, group = [200, 1, 0, 65], [3000, 70, 40, 0], 2
-    tiles = [-(-count * group // 64) for count in queries]
-    prepare, merged = decode.prepare_decode, []
-
-    def prepare_with_stubs(*given):
-        plan = prepare(*given).plan
-        blocks = [
-            (0, max(1, -(-length // TILE_N)) if n else 1)
-            for n, length in zip(queries, lengths, strict=True)
-        ]
-        work = plan.cut, blocks, plan.sizes.num_m_blocks, 1, plan.num_ctas, tiles
-
-        def records_in(workspace: torch.Tensor) -> torch.Tensor:
-            numbers = plan.cut.num_records * RECORD_STRIDE
-            return workspace.view(torch.int32)[:numbers].view(-1, RECORD_STRIDE)
-
-        def attend(*arguments):
-            """Say of every tile that there is how many parts it has, as the decode kernel does."""
-            workspace = DecodeArguments(*arguments).workspace
-            for _, segment in segments(*work):
-                if segment.begin == 0:
-                    records_in(workspace)[segment.part.record, 4] = segment.part.num_parts
-
-        def combine(*arguments):
-            merged.append(records_in(CombineArguments(*arguments).workspace))
-
-        stubs = {plan.kernel(): attend, plan.combine(): combine}
-        monkeypatch.setattr(decode, "load_kernel", stubs.__getitem__)
-        return decode.PreparedDecode.on_gpu(plan)
-
-    monkeypatch.setattr(decode, "prepare_decode", prepare_with_stubs)
-    monkeypatch.setattr(kvcache, "prepare_cache_call", kvcache.prepare_cache_call.__wrapped__)
-    cache = torch.zeros(4, 3000, 1, 64).bfloat16()
-    with poisoned_allocations():
-        fa3.flash_attn_with_kvcache(
-            torch.zeros(sum(queries), group, 64).bfloat16(), cache, cache,
-            cache_seqlens=torch.tensor(lengths).int(), max_seqlen_q=max(queries),
-            cu_seqlens_q=torch.tensor([0, *queries]).cumsum(0).int(), **options,
-        )  # fmt: skip
-    (records,) = merged
-    for parts, count in zip(records[:, 4].view(len(queries), -1), tiles, strict=True):
-        # A sequence without queries has a tile all the same.
-        assert (parts[: max(1, count)] > 0).all() and not parts[max(1, count) :].any()
 
 
 @pytest.mark.parametrize("ends", [(-(2**31), 4), (100, -(2**31)), (2**31 - 1, -(2**31)), (5, 9)])
@@ -260,22 +209,6 @@ def test_a_sequence_with_more_queries_than_there_may_be_is_left_out(options, whe
                 out[None, rows], lse[None, :, rows], q[None, rows], keys, values,
                 window=Window(right=0),
             )  # fmt: skip
-
-
-def test_new_tokens_are_packed_as_well():
-    torch.manual_seed(0)
-    caches = [torch.zeros(2, 16, 1, 64).bfloat16() for _ in range(2)]
-    q, k, v = (torch.randn(5, 1, 64).bfloat16() for _ in range(3))
-    ends, lengths = torch.tensor([0, 2, 5]).int(), torch.tensor([3, 0]).int()
-    out = fa3.flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=lengths, cu_seqlens_q=ends, cu_seqlens_k_new=ends,
-        max_seqlen_q=3, causal=True,
-    )  # fmt: skip
-    assert torch.equal(caches[0][0, 3:5], k[:2]) and torch.equal(caches[1][1, :3], v[2:])
-    for rows, row, length in ((slice(0, 2), 0, 5), (slice(2, 5), 1, 3)):
-        keys, values = (cache[row : row + 1, :length] for cache in caches)
-        expected = fa3.flash_attn_func(q[None, rows], keys, values, causal=True)
-        torch.testing.assert_close(out[None, rows], expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

@@ -260,19 +260,10 @@ def paged() -> dict:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"window_size": (1.0, 0)}, r"window_size must be two integers \(left, right\), got 1\.0"),
-        ({"softcap": "30"}, "softcap must be a float, got '30'"),
-        ({}, "cu_seqlens_q must be None while a graph is traced"),
-    ],
-    ids=str,
-)
-def test_complaints_are_told_while_a_graph_is_traced(changes, complaint, paged):
+def test_complaints_are_told_while_a_graph_is_traced(paged):
     run = torch.compile(fa3.flash_attn_varlen_func, fullgraph=True, backend="eager")
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=complaint):
-        run(**paged | changes)
+    with pytest.raises(RuntimeError, match="cu_seqlens_q must be None while a graph is traced"):
+        run(**paged)
 
 
 @dataclass(frozen=True)
@@ -311,13 +302,6 @@ def test_one_split_is_one_split():
 def test_the_most_queries_are_of_those_that_are_used(paged):
     used = {"seqused_q": integers(2, 9), "max_seqlen_q": 2}
     fa3.flash_attn_varlen_func(**paged | used)
-
-
-def test_an_output_apart_from_the_tensors_of_functions(paged):
-    memory = torch.zeros_like(paged["q"])
-    score = RelativeBias(memory[:4, 0, :5], reach=2)
-    with pytest.raises(ValueError, match=r"^out must not overlap score\.table"):
-        fa3.flash_attn_varlen_func(**paged | {"score": score, "out": memory})
 
 
 def test_metadata_changes_no_bit(paged):

@@ -238,18 +238,6 @@ def test_parts_of_tiles(shape, head_dim, window, device):
         check_attention(out, lse, q, k, v, window=window)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_parts_with_sinks_and_alibi(dtype, device):
-    problem = make_problem(1, 500, 3000, 2, 2, 128, CAUSAL, dtype)
-    q, k, v = make_operands(problem, device=device)
-    modifiers = {
-        "alibi_slopes": torch.rand(4, device=device) / 8,
-        "sinks": torch.randn(4, device=device) * 3,
-    }
-    out, lse = attend(q, k, v, CAUSAL, schedule="split", **modifiers)
-    check_attention(out, lse, q, k, v, window=CAUSAL, **modifiers)
-
-
 @pytest.mark.parametrize("schedule", ["split", "dynamic"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_whoever_comes_first_the_bits_are_the_same(head_dim, schedule, device):
@@ -261,25 +249,6 @@ def test_whoever_comes_first_the_bits_are_the_same(head_dim, schedule, device):
     for _ in range(200):
         again, lse_again = attend(q, k, v, CAUSAL, plan=plan)
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "window"),
-    [
-        *((128, window) for window in (Window(), CAUSAL, Window(100, 30))),
-        *((64, Window(100, 30)), (256, CAUSAL)),
-    ],
-)
-def test_dynamic_and_pairs_of_heads_give_the_same_bits(head_dim, window, device):
-    problem = make_problem(3, 1500, 1700, 2, 4, head_dim, window)
-    q, k, v = make_operands(problem, device=device)
-    out, lse = attend(q, k, v, window, plan=plan_of(problem, "single"))
-    check_attention(out, lse, q, k, v, window=window)
-    plans = [plan_of(problem, "dynamic")]
-    plans += [plan_of(problem, name, cluster_h=2) for name in ("single", "static", "list")]
-    for plan in plans:
-        same, same_lse = attend(q, k, v, window, plan=plan)
-        assert torch.equal(out, same) and torch.equal(lse, same_lse), plan.name
 
 
 def test_graphs_keep_their_counters(monkeypatch, device):

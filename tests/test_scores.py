@@ -354,10 +354,6 @@ WINDOWS = (Window(), CAUSAL, Window(100, 0), Window(100, 30), Window(left=70))
 BUILT_IN = Recipe(20.0, 1, "q")
 
 
-EDGES = ((1, 1), (1, 2000), (2000, 1), (127, 129), (191, 161))
-"""(queries, keys)."""
-
-
 @pytest.mark.parametrize("seed", range(120))
 def test_random_combinations(seed, device):
     problem, recipe = random_dense(seed)
@@ -370,17 +366,6 @@ def test_random_combinations(seed, device):
         with poisoned_allocations():
             alone = fa3.flash_attn_func(*operands, window_size=problem.window, **arguments)
         assert torch.equal(alone, out)
-
-
-@pairs(lengths=EDGES, window=WINDOWS, recipe=(BUILT_IN, EVERYTHING))
-def test_edges_of_tiles(lengths, window, recipe, device):
-    check_recipe(make_problem(2, *lengths, 2, 2, 64, window), recipe, device)
-
-
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(1000, 0)], ids=str)
-def test_many_tiles_for_every_cluster(window, device):
-    """Several rounds of a persistent schedule: rows' slopes and sinks change with the tile."""
-    check_recipe(make_problem(2, 4096, 4096, 8, 2, 128, window), BUILT_IN, device)
 
 
 @pytest.mark.timeout(600)
@@ -426,27 +411,6 @@ def test_nothing_outside_is_read(recipe, lengths, window, device):
     arguments = recipe.make(problem, operands[0])
     out, lse = attend(*operands, poisoned(arguments), window_size=window)
     check_attention(out, lse, *operands, window=window, **arguments)
-
-
-@pytest.mark.parametrize("recipe", [BUILT_IN, EVERYTHING], ids=["built in", "everything"])
-@pytest.mark.parametrize("window", [Window(), CAUSAL], ids=str)
-def test_schedules_and_clusters_give_the_same_bits(window, recipe, device):
-    problem = make_problem(3, 1500, 700, 4, 2, 128, window)
-    operands = make_operands(problem, device=device)
-    arguments = recipe.make(problem, operands[0])
-    out, lse = attend(*operands, arguments, window_size=window, schedule="list")
-    check_attention(out, lse, *operands, window=window, **arguments)
-    modified, _ = modify(problem, operands[0], arguments)
-    config = plan_forward(modified).config
-    for cluster_m in (1, 2):
-        for schedule in SCHEDULES:
-            plan = plan_forward(
-                modified,
-                config=replace(config, cluster_m=cluster_m, cluster_h=1),
-                schedule=schedule,
-            )
-            same, same_lse = attend(*operands, arguments, window_size=window, plan=plan)
-            assert torch.equal(out, same) and torch.equal(lse, same_lse), plan
 
 
 @pytest.mark.parametrize("recipe", [BUILT_IN, EVERYTHING], ids=["built in", "everything"])

@@ -38,9 +38,6 @@ FAMILIES = 11
 
 DTYPES = "bfloat16", "float16"
 
-DECODING = (*(1,) * 20, 0, 3)
-KEYS = (*range(1, 300, 15), 7, 300)
-
 
 @pytest.fixture
 def with_few_keys(monkeypatch):
@@ -87,40 +84,6 @@ def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> V
 def test_random_calls(seed, num_splits, dtype, longest, most_sequences, where):
     problem = mixed_problem(seed, dtype, longest, most_sequences)
     check_call(problem, where, seed, is_poisoned=seed % 2 == 1, num_splits=num_splits)
-
-
-@pytest.mark.usefixtures("with_few_keys")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("used", [None, (*(1,) * 20, 5, 2, 90)])
-def test_each_sequence_is_attended_to_once(used, causal, monkeypatch):
-    problem = VarlenProblem(
-        (*DECODING, 130), (*KEYS, 130), heads_kv=1, group=4, causal=causal, used_q=used
-    )
-    parts = []
-
-    def alone(name):
-        function = getattr(packed_calls, name)
-
-        def attend(*given):
-            found = next(one for one in given if hasattr(one, "cu_seqlens_q"))
-            blank = found._replace(
-                out=torch.full_like(found.out, torch.nan), lse=torch.full_like(found.lse, torch.nan)
-            )
-            function(*(blank if one is found else one for one in given))
-            written = ~blank.out.isnan().flatten(1).any(dim=1)
-            assert torch.equal(written, ~blank.lse.isnan().any(dim=0))
-            parts.append(written)
-            function(*given)
-
-        return attend
-
-    for name in ("execute_decode", "execute_varlen"):
-        monkeypatch.setattr(packed_calls, name, alone(name))
-    check_call(problem)
-    short, long = parts
-    assert not (short & long).any()
-    assert torch.equal(short | long, ~unused(problem, len(short)))
-    assert torch.equal(long.nonzero().flatten(), torch.arange(23, 23 + (90 if used else 130)))
 
 
 @pytest.fixture

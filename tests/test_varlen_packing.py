@@ -19,7 +19,6 @@ from varlen_problems import (
     check_varlen,
     check_wrong_ends,
     make_call,
-    poison,
     random_short_problem,
     share_tiles,
     unused,
@@ -45,15 +44,14 @@ from fa3.reference import joined
 from fa3.reference.joined import record_of_tile, records_of_rows
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
-from fa3.schedules.joined import MultiSequenceRecord, MultiSequenceTile
+from fa3.schedules.joined import MultiSequenceRecord
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
-from fa3.scores.intervals import NO_SEQUENCE, ROW_RECORD, RowRecord
+from fa3.scores.intervals import ROW_RECORD, RowRecord
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
 SPEC = AttentionSpec("bfloat16", 64, 64, Band(right=True))
-PLAN = RaggedPlan(SPEC, False, False, H200)
 
 SHORT = VarlenProblem(
     (3, 0, 16, 1, 34, 9, 34, 34, 2, 60), (3, 4, 16, 0, 34, 40, 20, 34, 130, 1), heads_kv=2, group=2
@@ -162,20 +160,6 @@ def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head
     check_beside_what_is_not_finite(problem, where)
 
 
-def test_without_a_second_walk_it_would(walks, monkeypatch):
-    problem = VarlenProblem((5,) * 30, (5,) * 30)
-    call = make_call(problem)
-    poisoned, again = poison(problem, call), []
-
-    def attend_alone(walk, sequences):
-        again.extend(one.batch for one in sequences)
-        walk.out.fill_(torch.nan)
-
-    monkeypatch.setattr(joined, "attend_alone", attend_alone)
-    out = fa3.flash_attn_varlen_func(**call)
-    assert set(again) > poisoned and out.isnan().any(dim=2).all()
-
-
 @places("lengths", cpu=[EVEN[:20]], gpu=[EVEN])
 def test_tiles_without_it_keep_their_bits(lengths, where, walks):
     problem = VarlenProblem(lengths, lengths, heads_kv=2, causal=True)
@@ -269,62 +253,6 @@ def test_every_head_size_has_a_tiling_of_two_halves(tiling):
 
 
 # -------------------------------------------------------------------------------------- tables
-
-
-def lengths_of(problem: VarlenProblem) -> PackedLengths:
-    call = make_call(problem)
-    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    return PackedLengths(*(call.get(name) for name in names))
-
-
-@pytest.mark.parametrize("problem", [SHORT, USED], ids=["all", "used"])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 7), (0, -1), (1000, 0)])
-def test_rows_have_the_keys_that_they_see(problem, window):
-    window = Window(*window)
-    plan = replace(PLAN, spec=replace(SPEC, mask=Band.of(window)))
-    total_q = sum(problem.seqlens_q) + problem.spare
-    rows = joined.records_of_rows(plan, lengths_of(problem), window, total_q)
-    assert len(rows) == plan.num_shared_tiles(total_q) * plan.shared_config.tile_m
-    used = {}
-    for batch, (of_q, of_k) in enumerate(problem.rows):
-        for query, row in enumerate(of_q):
-            here = query + len(of_k) - len(of_q)
-            left, right = (len(of_k) + len(of_q) if bound < 0 else bound for bound in window)
-            seen = [key for i, key in enumerate(of_k) if here - left <= i <= here + right]
-            used[row] = (batch, query, seen)
-    for row, record in enumerate(rows):
-        if row not in used:
-            assert record.batch == NO_SEQUENCE and record.first_key == record.end_key
-            continue
-        batch, query, seen = used[row]
-        assert (record.batch, record.query) == (batch, query)
-        assert list(range(record.first_key, record.end_key)) == seen
-
-
-@pytest.mark.parametrize("problem", [SHORT, USED], ids=["all", "used"])
-@pytest.mark.parametrize("tile_n", [16, 64, 128])
-def test_halves_walk_the_keys_of_their_rows(problem, tile_n):
-    total_q, total_k = (
-        sum(seqlens) + problem.spare for seqlens in (problem.seqlens_q, problem.seqlens_k)
-    )
-    window, mask = Window(right=0), PLAN.shared_spec.mask
-    rows = joined.records_of_rows(PLAN, lengths_of(problem), window, total_q)
-    for m_block in range(PLAN.num_shared_tiles(total_q)):
-        record = joined.record_of_tile(PLAN, m_block, rows, total_q, total_k)
-        tile, begin = MultiSequenceTile(total_q, record), m_block * PLAN.shared_config.tile_m
-        assert 0 <= record.begin_k <= record.begin_k + record.seqlen_k <= total_k
-        of_tile = mask.key_blocks(begin, 2 * ROWS, tile_n, tile)
-        for half in range(2):
-            first_row = begin + half * ROWS
-            blocks = mask.key_blocks(first_row, ROWS, tile_n, tile)
-            blocks = blocks.between(of_tile.begin, of_tile.end)
-            walked = range(blocks.begin * tile_n, blocks.end * tile_n)
-            of_half = rows[first_row : first_row + ROWS]
-            for row in of_half:
-                keys = range(row.first_key - record.begin_k, row.end_key - record.begin_k)
-                assert all(key in walked for key in keys)
-            is_whole = all(row.is_used for row in of_half[: max(0, total_q - first_row)])
-            assert tile.is_whole(half) == is_whole
 
 
 @pytest.mark.parametrize("rows_of_section", [1, 50, 10**6])

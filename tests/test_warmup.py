@@ -81,20 +81,6 @@ def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCa
     )
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "mistral-7b", "gemma2-9b", "gpt-oss"])
-def test_decode_kernels_are_those_of_calls(few_sizes, preset):
-    model, found = PRESETS[preset], set(kernels_of(preset))
-    for window in model.windows:
-        for seqlen_q in (1, 3):
-            for pages in (None, 100):
-                for num_splits in (0, 1):
-                    call = prepare_decode(
-                        call_on_cache(model, seqlen_q, pages),
-                        Options(window, model.softcap, num_splits),
-                    )  # fmt: skip
-                    assert {launch.kernel for launch in call.plan.launches} <= found
-
-
 def test_append_kernels(few_sizes):
     found = of_type(kernels_of("llama3-8b"), Append)
     assert {(kernel.paged, kernel.rotary) for kernel in found} == {
