@@ -95,7 +95,7 @@ def launch(entry: Callable, arguments: type) -> Launch:
 
 def decodes() -> None:
     call = PreparedDecode(None, launch(attends, DecodeArguments), counters=5, workspace=8)
-    call.attend(OPERANDS, NO_TABLES, None, 1.0)
+    call.start(OPERANDS, NO_TABLES, None, 1.0)()
 
 
 def decodes_packed() -> None:
@@ -116,9 +116,9 @@ def is_packed(splits: bool = False) -> None:
     )
     table = launch(makes_table, TileTableArguments)
     tables_and_split = launch(makes_table, SegmentTableArguments), *split
-    plan = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64))
+    plan = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64), cache=None)
     call = PreparedVarlen(plan, table, whole, lambda: tables_and_split, 128, 112, 132)
-    call.launch(OPERANDS, 8, 8, None, 1.0, splits=splits)
+    call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 8), None, 1.0, splits=splits)
 
 
 def is_split_on_the_gpu() -> None:

@@ -13,11 +13,11 @@ import torch
 from test_latest import operand, packed_operands
 
 import fa3
-from fa3.calls import decode, forward, kvcache, mixed, packed_calls, varlen
+from fa3.calls import decode, forward, kvcache, packed_calls, varlen
 from fa3.calls.call import NAMES_BY_KIND
 from fa3.calls.kvcache import prepare_cache_call
-from fa3.calls.mixed import PreparedMixed
 from fa3.calls.options import CACHED, Options
+from fa3.calls.packed_calls import PackedCall
 from fa3.calls.varlen import prepare_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.planning import routes, tilings
@@ -68,7 +68,7 @@ def loaded(monkeypatch) -> dict:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     for module in (decode, kvcache, packed_calls):
         monkeypatch.setattr(module, "load_kernel", load)
-    for module in (mixed, kvcache, varlen):
+    for module in (packed_calls, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     return found
 
@@ -109,9 +109,9 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     model = MODELS[name]
     compiled = set(warmup.kernels_of(model, ("paged",), (PAGE_SIZE,), None))
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
-        attends = prepare_on_pages(model, window, *sizes).decode
-        if isinstance(attends, PreparedMixed):
-            attends.long.split()
+        attends = prepare_on_pages(model, window, *sizes).attends
+        if isinstance(attends, PackedCall):
+            attends.alone.split()
         assert loaded.keys() <= compiled, (window, *sizes)
     assert len(loaded) > 2
 
@@ -136,9 +136,9 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
             if model.sinks else None,
         )  # fmt: skip
         call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
-        call.gpu.alone.split()
+        call.alone.split()
         for queries, overlaps_forward in product(QUERIES, (False, True)):
-            call.gpu.short(queries, overlaps_forward)
+            call.decode(queries, overlaps_forward)
         assert loaded.keys() <= compiled, window
     assert len(loaded) > 4
 
@@ -194,8 +194,6 @@ def met(monkeypatch):
 
     monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
-    monkeypatch.setattr(packed_calls, "execute_decode", of_cache)
-    monkeypatch.setattr(mixed, "execute_varlen", of_packed)
     monkeypatch.setattr(packed_calls, "execute_varlen", of_packed)
     monkeypatch.setattr(packed_calls, "execute_joined", of_joined)
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from reference import check_attention
 from varlen_problems import VarlenProblem, check_call, on_cache, random_problem
 
 import fa3
-from fa3.calls import decode, kvcache, mixed, operands, overlap, packed_calls
+from fa3.calls import decode, kvcache, operands, overlap, packed_calls
 from fa3.calls import values as values_of_calls
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
@@ -82,7 +82,7 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
 
         monkeypatch.setattr(kind, name, run)
 
-    watch(decode.PreparedDecode, "attend")
+    watch(decode.PreparedDecode, "start")
     watch(packed_calls.PreparedVarlen, "launch")
     keys = tuple(3 * count + (100 if where == "cpu" else 1000) for count in queries)
     problem = VarlenProblem(queries, keys, heads_kv=2, group=heads // 2, causal=True)
@@ -306,12 +306,20 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
     """The forward kernel may read them once more when it has written O. It knows lengths only."""
     attended = []
 
-    def attend(self, operands, tables, modifiers, scale, seqlen_new, descales):
+    def note(self, operands, seqlen_new=0):
         q, out, seqlens = operands.q, operands.out, operands.seqused_k
         attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 
-    for kind in (mixed.PreparedMixed, decode.PreparedDecode):
-        monkeypatch.setattr(kind, "attend", attend)
+    def start(self, operands, tables, modifiers, scale, seqlen_new, descales):
+        note(self, operands, seqlen_new)
+        return decode.merge_nothing
+
+    monkeypatch.setattr(
+        packed_calls.PackedCall,
+        "attend",
+        lambda self, operands, *rest, **named: note(self, operands),
+    )
+    monkeypatch.setattr(decode.PreparedDecode, "start", start)
     call = appending_call(1.0, "cpu")
     lengths = call["cache_seqlens"].tolist()
     if not is_long:
@@ -319,7 +327,7 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
     alone = of_sequence(call, 0)
     out = fa3.flash_attn_with_kvcache(**call)
     ((kind, q, written, seqlens, seqlen_new),) = attended
-    assert kind is (mixed.PreparedMixed if is_long else decode.PreparedDecode)
+    assert kind is (packed_calls.PackedCall if is_long else decode.PreparedDecode)
     assert written is out
     assert q.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
     assert seqlens == [length + NEW for length in lengths] and seqlen_new == 0
@@ -406,9 +414,10 @@ def test_caches_of_packed_calls_share_no_memory():
 def test_reserved_sms_are_left_to_others(reserved, monkeypatch):
     """Two kernels beside each other would take them."""
     monkeypatch.setattr(kvcache, "prepare_cache_call", kvcache.prepare_cache_call.__wrapped__)
-    made, attend = [], mixed.PreparedMixed.attend
+    made, kind = [], packed_calls.PackedCall
+    attend = kind.attend
     monkeypatch.setattr(
-        mixed.PreparedMixed, "attend", lambda self, *given: made.append(attend(self, *given))
+        kind, "attend", lambda *given, **named: made.append(attend(*given, **named))
     )
     fa3.flash_attn_with_kvcache(**call_of_total(4) | {"max_seqlen_q": 500} | reserved)
     assert len(made) == (0 if reserved else 1)

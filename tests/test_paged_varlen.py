@@ -21,7 +21,7 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import decode, mixed, packed_calls
+from fa3.calls import decode, packed_calls
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.problem import NO_BOUND
 
@@ -122,9 +122,8 @@ def test_which_kernels_attend(where, monkeypatch):
 
         monkeypatch.setattr(kind, name, run)
 
-    watch(decode.PreparedDecode, "attend")
     watch(decode.PreparedDecode, "start")
-    watch(mixed.PreparedMixed, "attend")
+    watch(packed_calls.PackedCall, "attend")
     watch(packed_calls.PreparedVarlen, "launch")
     found = []
     for functions in ({}, FUNCTIONS[2]):
@@ -132,8 +131,8 @@ def test_which_kernels_attend(where, monkeypatch):
         found.append(list(attending))
         attending.clear()
     assert found[0] == found[1]
-    on_gpu = ["PreparedMixed", "PreparedVarlen", "PreparedDecode"]
-    assert found[0] == (["PreparedMixed", "PreparedDecode"] if where == "cpu" else on_gpu)
+    on_gpu = ["PackedCall", "PreparedVarlen", "PreparedDecode"]
+    assert found[0] == (["PackedCall", "PreparedDecode"] if where == "cpu" else on_gpu)
 
 
 @pairs(page_size=[16, 64, 128], functions=[{}, {"score": "relative", "mask": "documents"}])

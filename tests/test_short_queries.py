@@ -104,7 +104,6 @@ def attending(monkeypatch):
     def of_decode(plan, *rest):
         return "beside" if plan.overlaps_forward else plan.sizes.seqlen_q
 
-    note(packed_calls, "execute_decode", of_decode)
     note(decode.PreparedDecode, "start", lambda kernels, *rest: of_decode(kernels.plan))
     note(packed_calls, "execute_varlen", lambda *rest: "forward")
     note(packed_calls.PreparedVarlen, "launch", lambda *rest: "forward")

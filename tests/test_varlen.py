@@ -38,12 +38,12 @@ from varlen_problems import (
 
 import fa3
 from fa3 import flash_attn_varlen_func
-from fa3.calls import launcher, packed_calls, varlen
+from fa3.calls import launcher, varlen
 from fa3.calls.options import Options
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.routes import BOTH, SPLIT
+from fa3.planning.routes import BOTH, SPLIT, PackedSizes
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -111,8 +111,8 @@ def launches(monkeypatch) -> list[tuple]:
     monkeypatch.setattr(launcher, "current_device", lambda: None)
     alone = SimpleNamespace(launch=lambda operands, *given: launched.append((*operands, *given)))
     decode = SimpleNamespace(start=lambda *given: lambda: None)
-    gpu = packed_calls.PackedKernels(alone, alone, lambda *given: decode)
-    monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
+    gpu = {"alone": alone, "shared": alone, "decode": lambda *given: decode}
+    monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), **gpu))
     return launched
 
 
@@ -122,9 +122,11 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     call = on_gpu(make_call(USED))
     out, lse = flash_attn_varlen_func(**call, return_lse=True)
     integers = (call[name] for name in varlen.LENGTHS_OF_PACKED)
-    sizes = len(call["k"]), 64
-    expected = call["q"], call["k"], call["v"], out, lse, *integers, *sizes, None, 0.125
-    expected = *expected, None, None, None, False
+    total_q, heads, _ = call["q"].shape
+    longest = call["max_seqlen_q"], call["max_seqlen_k"]
+    sizes = PackedSizes(len(call["cu_seqlens_q"]) - 1, heads, total_q, len(call["k"]), *longest)
+    expected = call["q"], call["k"], call["v"], out, lse, *integers, sizes, None, 0.125
+    expected = *expected, 0, None, None, None, False
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
@@ -170,14 +172,14 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     """Where SMs are reserved, no second kernel runs beside the first."""
     made = []
     monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(packed_calls, "prepare", lambda *given: made.append(given))
+    monkeypatch.setattr(varlen.PackedCall, "of", lambda signature, _: made.append(signature))
     device = torch.device("cuda", 0)
     q, k, v = (operand(1, *sizes, device=device) for sizes in ((4, 64), (2, 64), (2, 32)))
     used = operand(1, dtype=torch.int32, device=device)
     described = packed_operands(q=q, k=k, v=v, seqused_q=used)
     options = Options(Window(1 << 40, 0), sm_margin=sm_margin)
     varlen.prepare_varlen.__wrapped__(described, options)
-    ((signature,),) = made
+    (signature,) = made
     plan = signature.plan
     assert signature.names == [
         "forward",

@@ -60,8 +60,10 @@ class PreparedDecode:
     counters: int = 0
 
     @classmethod
-    def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
-        """Load the kernels of a plan."""
+    def of(cls, plan: DecodePlan, on_gpu: bool) -> "PreparedDecode":
+        """Load the kernels of a plan, if it runs on a GPU."""
+        if not on_gpu:
+            return cls(plan)
         attends, *merges = (one.loaded(load_kernel) for one in plan.launches)
         size = plan.workspace
         numbers = size.numbers(plan.spec.head_dim_v)
@@ -70,32 +72,6 @@ class PreparedDecode:
             return cls(plan, attends, workspace=numbers, counters=counters)
         cleared = size.numbers_of_records if plan.clears_records else 0
         return cls(plan, attends, *merges, workspace=numbers, cleared=cleared)
-
-    def attend(
-        self,
-        operands: RaggedOperands,
-        tables: CacheTables,
-        modifiers: tuple[torch.Tensor, ...] | None,
-        softmax_scale: float,
-        seqlen_new: int = 0,
-        descales: tuple[torch.Tensor, ...] | None = None,
-    ) -> None:
-        """Run on the current stream of the tensors' GPU, or on the CPU.
-
-        None of the tensors that have queries or keys is empty. Without lengths the cache is full.
-
-        Args:
-            operands: see `fa3.reference.cache.execute_decode`; keys are not packed.
-            tables: where sequences are in the cache.
-            modifiers: the tensors of the spec's scores, mask and sinks.
-            seqlen_new: keys that each sequence has beyond `seqused_k`.
-            descales: see `DecodeArguments`.
-        """
-        if self.attends is None:
-            given = operands, self.plan.sizes.capacity, softmax_scale, modifiers, tables
-            execute_decode(self.plan, *given, seqlen_new, descales)
-        else:
-            self.start(operands, tables, modifiers, softmax_scale, seqlen_new, 0, None, descales)()
 
     def start(
         self,
@@ -108,13 +84,25 @@ class PreparedDecode:
         table: torch.Tensor | None = None,
         descales: tuple[torch.Tensor, ...] | None = None,
     ) -> Callable[[], None]:
-        """Launch the kernel that attends; return what launches the merge of its parts.
+        """Attend on the current stream, or on the CPU; return what launches the merge of parts.
+
+        None of the tensors that have queries or keys is empty. Without lengths the cache is full.
 
         Args:
-            operands: with packed queries, those sequences that the plan has room for.
+            operands: see `fa3.reference.cache.execute_decode`; with packed queries, those sequences
+                that the plan has room for.
+            tables: where sequences are in the cache.
+            modifiers: the tensors of the spec's scores, mask and sinks.
+            seqlen_new: keys that each sequence has beyond `seqused_k`.
             max_seqlen_k: no sequence has more keys, if they are packed.
             table: the tiles of the forward kernel, if that kernel is launched next.
+            descales: see `DecodeArguments`.
         """
+        if self.attends is None:
+            most_keys = max_seqlen_k or self.plan.sizes.capacity
+            given = operands, most_keys, softmax_scale, modifiers, tables, seqlen_new, descales
+            execute_decode(self.plan, *given)
+            return merge_nothing
         q, k, v, out, lse, ends_q, ends_k, used_q, seqlens = operands
         device = q.device
         if self.counters and device.index != current_device():
@@ -189,8 +177,6 @@ def prepare_decode(
         spec, call.cache_layout, sizes, window, cut, num_ctas, call.is_packed,
         call.seqused_q is not None, overlaps_forward, call.has_fp8_q,
     )  # fmt: skip
-    if not on_gpu:
-        return PreparedDecode(plan)
-    if cut.has_parts:
+    if on_gpu and cut.has_parts:
         check_workspace(plan.workspace, call.head_dim_v, call.capacity, properties.total_memory)
-    return PreparedDecode.on_gpu(plan)
+    return PreparedDecode.of(plan, on_gpu)

@@ -146,7 +146,7 @@ class PreparedCall:
             return out, lse
         if self.grouped is not None:
             operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
-            self.grouped.attend(operands, NO_TABLES, tensors, scale)
+            self.grouped.start(operands, NO_TABLES, tensors, scale)()
             return out, lse
         hide_all_keys(out, lse, tensors[-1] if self.problem.spec.sinks else None)
         return out, lse
@@ -398,7 +398,7 @@ def prepare_forward(
     else:
         plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if isinstance(plan, GroupedPlan):
-        grouped = (PreparedDecode.on_gpu if on_gpu else PreparedDecode)(plan.decode)
+        grouped = PreparedDecode.of(plan.decode, on_gpu)
         return PreparedCall(None, *shapes, problem=problem, grouped=grouped)
     if on_gpu:
         return PreparedCall.on_gpu(plan, q.device, *shapes)

@@ -2,9 +2,9 @@
 
 What follows from a call's shapes, strides, types and options is worked out once and remembered. The
 latest calls are found again without describing their tensors (`fa3.calls.latest`). A call appends
-in one launch (`kernels.append`) and attends in one or more (`mixed`, `decode`). Lengths are read on
-the device only, so a captured CUDA graph goes on decoding as they grow. CPU tensors go to the
-reference.
+in one launch (`kernels.append`) and attends in one or more (`fa3.calls.packed_calls`). Lengths are
+read on the device only, so a captured CUDA graph goes on decoding as they grow. CPU tensors go to
+the reference.
 """
 
 import functools
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import assertions, mixed, operators
+from fa3.calls import assertions, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.call import (
     ALIGNMENTS,
@@ -33,7 +33,6 @@ from fa3.calls.call import (
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
-from fa3.calls.mixed import PreparedMixed
 from fa3.calls.modifiers import function_names, modifier_tensors
 from fa3.calls.operands import (
     DTYPES,
@@ -60,12 +59,14 @@ from fa3.calls.options import (
     options_of,
     share_heads,
 )
+from fa3.calls.packed_calls import PackedCall, prepare_on_cache
 from fa3.calls.scales import Scales
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import check_values, values_on_host
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
 from fa3.planning.launch import slots, template_of
+from fa3.planning.routes import PackedSizes
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.vectors import VECTOR
@@ -341,7 +342,7 @@ class PreparedCacheCall:
     Fields:
         description: of all tensors.
         append: appends and rotates; None if nothing is appended.
-        decode: attends; None if there are no keys, or no queries to attend from.
+        attends: the kernels that attend; None if there are no keys, or no queries to attend from.
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
         lse_shape: None for packed queries, whose total it has.
         head_dim: columns of q.
@@ -355,7 +356,7 @@ class PreparedCacheCall:
 
     description: AttentionCall
     append: Callable | None
-    decode: PreparedDecode | PreparedMixed | None
+    attends: PreparedDecode | PackedCall | None
     query_step: int
     output: Output
     lse_shape: tuple[int, ...] | None
@@ -396,7 +397,7 @@ class PreparedCacheCall:
             descales = self.scales.of(scale_q, scale_k, scale_v)
         if self.append is not None:
             q, seqlens, seqlen_new = self.append_tokens(tensors, rotated, descales)
-        if self.decode is not None and (ends_q is None or q.shape[0]):
+        if self.attends is not None and (ends_q is None or q.shape[0]):
             # In half the time that the class itself takes.
             operands = tuple.__new__(
                 RaggedOperands, (q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
@@ -406,7 +407,13 @@ class PreparedCacheCall:
                 tables = CacheTables(batch_idx, leftpad, pages)
             if function_tensors or not (slopes is sinks is None):
                 modifiers = modifier_tensors(slopes, function_tensors, sinks)
-            self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, descales)
+            if isinstance(self.attends, PackedCall):
+                longest = self.description.seqlen_q, self.description.capacity
+                sizes = PackedSizes(self.description.batch, *q.shape[1::-1], 0, *longest)
+                self.attends.attend(operands, sizes, modifiers, softmax_scale, tables=tables)
+            else:
+                given = operands, tables, modifiers, softmax_scale, seqlen_new
+                self.attends.start(*given, descales=descales)()
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:
@@ -477,7 +484,7 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
         kernel = append_kernel(call, options.rotary_interleaved)
         append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        attends = mixed.prepare_attention(call, options)
+        attends = prepare_on_cache(call, options)
     apart = scales = None
     if call.has_fp8_cache:
         scales = Scales.on(call.q.device, (call.batch, call.heads_kv), call.has_fp8_q)
@@ -493,7 +500,7 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
         Output.of(call.out_shape, call.q, call.is_packed),
         None if call.is_packed else (call.batch, call.heads_q, call.seqlen_q),
         call.head_dim,
-        min(most, MOST_RAGGED_ROWS) if isinstance(attends, PreparedMixed) else most,
+        min(most, MOST_RAGGED_ROWS) if isinstance(attends, PackedCall) else most,
         has_rotated_in_out(call),
         any(operand is not None and operand.device.type == "cpu" for operand in call[OF_INTEGERS]),
         apart,
@@ -505,8 +512,8 @@ def has_rotated_in_out(call: AttentionCall) -> bool:
     """Whether rotated queries may be in the output's memory, which has the same shape.
 
     The decode kernel writes a row of O where it has read this row of Q, or when all that read it
-    have. Where queries are packed, the forward kernel may attend to them too (`fa3.calls.mixed`):
-    it reads Q twice, and when it computes failed rows once more, O has been written.
+    have. Where queries are packed, the forward kernel may attend to them too: it reads Q twice, and
+    when it computes failed rows once more, O has been written.
     """
     return call.rotary_cos is not None and not call.is_packed and call.head_dim == call.head_dim_v
 
@@ -542,7 +549,7 @@ def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
         packed=call.is_packed and rotary is not None,
         turned=call.rotary_seqlens is not None,
         # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
-        # forward kernel's tiles is made of lengths too (`fa3.calls.mixed`).
+        # forward kernel's tiles is made of lengths too (`fa3.calls.packed_calls`).
         writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
         fp8=call.has_fp8_cache,
     )
@@ -556,7 +563,7 @@ def check_total(call: PreparedCacheCall, q: torch.Tensor) -> None:
     description = call.description._replace(q=Operand(*describe("q", q)))
     check_cache_counts(description)
     rows = description.q.shape[0]
-    if isinstance(call.decode, PreparedMixed) and rows > MOST_RAGGED_ROWS:
+    if isinstance(call.attends, PackedCall) and rows > MOST_RAGGED_ROWS:
         raise ValueError(
             f"q must have at most {MOST_RAGGED_ROWS} rows where a sequence may have many queries, "
             f"got {rows}"

@@ -1,6 +1,9 @@
-"""Launches for packed sequences: the kernel that makes the table of tiles, then the forward kernel,
-and once more for rows whose fixed reference failed, or, where sequences share tiles, for rows that
-are not finite. Few tiles may be split. Sequences with few queries may be the decode kernel's.
+"""Calls with packed queries, on packed keys or on a cache: their routes and their launches.
+
+`fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table of tiles,
+which a kernel before it makes from the lengths; few tiles may be split. A kernel more recomputes
+rows whose fixed reference failed, or, where sequences share tiles, rows that are not finite.
+Sequences with few queries may be the decode kernel's, which then overlaps the forward kernel.
 
 All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
 several streams and in captured graphs share nothing that is written. Marks of rows are among the
@@ -10,22 +13,36 @@ counters that every call has for itself (`fa3.running.counters`).
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
-from fa3.calls.decode import PreparedDecode
+from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
+from fa3.calls.decode import PreparedDecode, prepare_decode
+from fa3.calls.devices import gpu_of
 from fa3.calls.launcher import PartMemory, Tiles, lse_address, place_on, run_tiles, with_device
 from fa3.calls.operands import hide_all_keys_of_packed
+from fa3.calls.options import Options
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.segment_table import SegmentTableArguments, segment_rows
 from fa3.kernels.tile_table import TileTableArguments
+from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch, slots
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.routes import SHARED, ZEROS, PackedSizes, Route, Signature
+from fa3.planning.routes import (
+    CACHE,
+    DECODE,
+    PACKED,
+    SHARED,
+    ZEROS,
+    PackedSizes,
+    Route,
+    Signature,
+    choose_route,
+)
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.dropout import DropoutArguments
-from fa3.problem import AttentionSpec, Window
-from fa3.reference.cache import NO_TABLES, execute_decode
+from fa3.problem import Window
+from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import RaggedOperands, execute_varlen
@@ -46,19 +63,6 @@ SEGMENTS, HEADS = slots(SegmentTableArguments, "segments", "heads")
 SHARED_TILE_LENGTHS = slice(*slots(MultiSequenceTableArguments, "cu_seqlens_q", "rows"))
 SHARED_TILE_TABLES = slice(*slots(MultiSequenceTableArguments, "rows", "total_q"))
 SHARED_TILE_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window_left"))
-
-
-class DecodeLaunch(NamedTuple):
-    """How the decode kernel is launched for short sequences, overlapped with forward.
-
-    Fields:
-        most_queries: queries of a short sequence, at most.
-        start: launches the decode kernel, given the tile table of the forward kernel; returns what
-            merges its parts when both kernels have ended.
-    """
-
-    most_queries: int
-    start: Callable[[torch.Tensor], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +87,24 @@ class PreparedVarlen:
     tile_n: int
     num_ctas: int
 
+    @classmethod
+    def of(cls, plan: RaggedPlan, window: Window) -> "PreparedVarlen":
+        """Load the kernels of a plan."""
+        tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
+        split = functools.cache(
+            lambda: [one.loaded(load_kernel) for one in plan.split_launches(window)]
+        )
+        config, num_sms = plan.config, plan.gpu.num_sms
+        return cls(plan, tile_table, tuple(launches), split, config.tile_m, config.tile_n, num_sms)
+
     def launch(
         self,
         operands: RaggedOperands,
-        total_k: int,
-        max_seqlen_k: int,
+        sizes: PackedSizes,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
-        short: DecodeLaunch | None = None,
+        short_queries: int = 0,
+        start_decode: Callable[[torch.Tensor], Callable[[], None]] | None = None,
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
         splits: bool = False,
@@ -99,33 +113,34 @@ class PreparedVarlen:
 
         Args:
             operands: k and v may be a cache.
-            total_k: rows of k; of a cache, those that a sequence has room for.
-            short: the sequences that are the decode kernel's.
+            short_queries, start_decode: queries of a sequence that is the decode kernel's, at
+                most, and how `run_tiles` starts that kernel.
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
             splits: whether the GPU splits tiles.
         """
         q, k, v, out, lse, *integers = operands
-        ends_q, (total_q, heads, _) = operands.cu_seqlens_q, q.shape
+        batch, heads, total_q, total_k, _, most_keys = sizes
         place, launches = place_on(q.device), self.launches
-        capacity = capacity_of_table(total_q, ends_q.shape[0] - 1, self.tile_m)
+        capacity = capacity_of_table(total_q, batch, self.tile_m)
         num_tiles = capacity * heads
         num_ctas = num_recompute = min(self.num_ctas, num_tiles)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.
-        state = table = ends_q.new_empty(words_of_table(capacity))
+        state = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
         (kernel, template, _), parts = self.tile_table, None
         if splits:
             (kernel, template, _), *launches = self.split()
             num_ctas = self.num_ctas
-            parts = PartMemory.of(
-                most_slots(num_tiles, num_ctas), self.tile_m, self.plan.spec.head_dim_v
-            )
-            state = ends_q.new_empty(segment_rows(num_tiles) * num_ctas * FIELDS)
+            num_slots = most_slots(num_tiles, num_ctas)
+            parts = PartMemory.of(num_slots, self.tile_m, self.plan.spec.head_dim_v)
+            state = table.new_empty(segment_rows(num_tiles) * num_ctas * FIELDS)
         arguments = template.copy()
         arguments[LENGTHS_AND_TABLE] = *integers, table
+        # Of a cache, each sequence has room for so many keys.
+        total_k = total_k if self.plan.cache is None else most_keys
         arguments[TABLE_SIZES] = total_q, total_k, capacity
-        arguments[SHIFT] = shift_of_work(max_seqlen_k, self.tile_n)
-        arguments[SHORT_QUERIES] = 0 if short is None else short.most_queries
+        arguments[SHIFT] = shift_of_work(most_keys, self.tile_n)
+        arguments[SHORT_QUERIES] = short_queries
         arguments[QHEAD_PER_KVHEAD] = heads // k.shape[-2]
         if splits:
             arguments[SEGMENTS], arguments[HEADS] = state, heads
@@ -135,8 +150,8 @@ class PreparedVarlen:
             Tiles, (num_ctas, num_recompute, num_marks, 0, parts, table, page_table)
         )
         tensors = q, k, v, out, lse_address(lse), modifiers, scale
-        start = None if short is None else short.start
-        run_tiles(launches, tiles, tensors, state, place, dropout, (kernel, arguments), start)
+        table_launch = kernel, arguments
+        run_tiles(launches, tiles, tensors, state, place, dropout, table_launch, start_decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +167,14 @@ class PreparedMultiSequence:
     launches: tuple[Launch, ...]
     tile_m: int
     num_ctas: int
+
+    @classmethod
+    def of(cls, signature: Signature) -> "PreparedMultiSequence":
+        """Load the kernels of calls with this signature."""
+        plan, tile_m = signature.plan, signature.shared_tiling.tile_m
+        launches = plan.shared_launches(signature.window)
+        table, *launches = (one.loaded(load_kernel) for one in launches)
+        return cls(table, tuple(launches), tile_m, plan.gpu.num_sms)
 
     def launch(
         self,
@@ -189,81 +212,50 @@ class PreparedMultiSequence:
         )  # fmt: skip
 
 
-class PackedKernels(NamedTuple):
-    """The kernels for packed sequences.
-
-    Fields:
-        alone: for tiles with rows of one sequence.
-        joined: for tiles that sequences share; None if they cannot.
-        short: for sequences with so many queries or fewer, loaded when asked for; no number of
-            queries changes what is compiled. None if the decode kernel cannot.
-    """
-
-    alone: PreparedVarlen
-    joined: PreparedMultiSequence | None
-    short: Callable[[int, bool], PreparedDecode] | None
-
-
-def prepare(signature: Signature) -> PackedKernels:
-    """Load the kernels of all routes that a call may take, whatever its lengths are; the decode
-    kernel once a call has more keys than queries, which most never have."""
-    plan, window = signature.plan, signature.window
-    alone = prepare_alone(plan, window)
-    shared = short_kernels = None
-    if signature.shared_tiling is not None:
-        table, *launches = (one.loaded(load_kernel) for one in plan.shared_launches(window))
-        shared = PreparedMultiSequence(
-            table, tuple(launches), signature.shared_tiling.tile_m, alone.num_ctas
-        )
-    if signature.may_decode:
-        short_kernels = functools.cache(
-            lambda most, overlaps: PreparedDecode.on_gpu(signature.decode_plan(most, overlaps))
-        )
-    return PackedKernels(alone, shared, short_kernels)
-
-
-def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
-    """Load the kernels of a plan."""
-    config = plan.config
-    tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
-    split = functools.cache(
-        lambda: [one.loaded(load_kernel) for one in plan.split_launches(window)]
-    )
-    return PreparedVarlen(
-        plan, tile_table, tuple(launches), split, config.tile_m, config.tile_n, plan.gpu.num_sms
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class RaggedCall:
-    """What a call leads to, whatever its lengths are.
+class PackedCall:
+    """What a call with packed queries leads to, whatever its lengths are.
 
     Fields:
         signature, with_gradients: what routes depend on, without and with gradients. The window has
             bounds that any lengths may have.
-        gpu: the kernels; None on the CPU.
+        decode: gives the decode kernel for sequences with so many queries or fewer, alone or
+            overlapped with the forward kernel.
+        alone: the kernels for tiles with rows of one sequence; None on the CPU.
+        shared: those for tiles that sequences share; None if they cannot, and on the CPU.
     """
 
     signature: Signature
     with_gradients: Signature
-    gpu: PackedKernels | None
+    decode: Callable[[int, bool], PreparedDecode]
+    alone: PreparedVarlen | None = None
+    shared: PreparedMultiSequence | None = None
 
     @classmethod
-    def of(cls, signature: Signature, gpu: PackedKernels | None = None) -> "RaggedCall":
-        """What calls of a signature lead to, with or without gradients."""
-        return cls(signature, replace(signature, has_gradients=True), gpu)
+    def of(
+        cls,
+        signature: Signature,
+        on_gpu: bool = False,
+        decode: Callable[[int, bool], PreparedDecode] | None = None,
+    ) -> "PackedCall":
+        """Load the kernels of all routes that a call may take, whatever its lengths are.
 
-    @property
-    def plan(self) -> RaggedPlan:
-        return self.signature.plan
+        Args:
+            decode: see the field; of packed keys, one that loads its kernels once a call has more
+                keys than queries, which most never have.
+        """
 
-    @property
-    def window(self) -> Window:
-        return self.signature.window
+        def of_packed(most: int, overlaps: bool) -> PreparedDecode:
+            return PreparedDecode.of(signature.decode_plan(most, overlaps), on_gpu)
 
-    @property
-    def spec(self) -> AttentionSpec:
-        return self.signature.spec
+        both = signature, replace(signature, has_gradients=True)
+        decode = functools.cache(decode or of_packed)
+        if not on_gpu:
+            return cls(*both, decode)
+        alone = PreparedVarlen.of(signature.plan, signature.window)
+        has_shared = signature.shared_tiling is not None
+        shared = PreparedMultiSequence.of(signature) if has_shared else None
+        return cls(*both, decode, alone, shared)
 
     def attend(
         self,
@@ -271,63 +263,95 @@ class RaggedCall:
         sizes: PackedSizes,
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
-        dropout: Dropout | None,
+        dropout: Dropout | None = None,
         has_gradients: bool = False,
+        tables: CacheTables = NO_TABLES,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
 
         Args:
+            operands: of a cache, `seqused_k` says all keys.
             sizes: of the call, which bound the lengths.
             tensors: of the spec's scores, mask and sinks.
             dropout: where the spec has it.
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that its bits do not depend on other sequences.
+            tables: where sequences are in a cache.
         """
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
-        route = (self.with_gradients if has_gradients else self.signature).route(sizes)
+        signature = self.with_gradients if has_gradients else self.signature
+        route = signature.route(sizes)
         if route.name == ZEROS:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
-            sinks = tensors[-1] if self.spec.sinks else None
+            sinks = tensors[-1] if signature.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
         elif route.name != SHARED:
-            longest_k = sizes.max_seqlen_k
-            self.attend_one_by_one(operands, route, longest_k, tensors, scale, dropout)
-        elif self.gpu is None:
-            execute_joined(self.plan, self.window, operands, scale, tensors)
+            self.attend_one_by_one(operands, sizes, route, tensors, scale, dropout, tables)
+        elif self.shared is None:
+            execute_joined(signature.plan, signature.window, operands, scale, tensors)
         else:
-            launch = self.gpu.joined.launch
-            with_device(operands.q.device, launch, operands, sizes, tensors, scale)
+            with_device(operands.q.device, self.shared.launch, operands, sizes, tensors, scale)
 
     def attend_one_by_one(
         self,
         operands: RaggedOperands,
+        sizes: PackedSizes,
         route: Route,
-        longest_k: int,
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
         dropout: Dropout | None,
+        tables: CacheTables,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
         kernel."""
-        most, has_long = route.most_queries, route.has_forward
-        if self.gpu is None:
-            if most:
-                plan = self.signature.decode_plan(most, has_long)
-                execute_decode(plan, operands, longest_k, scale, tensors)
-            if has_long:
-                execute_varlen(self.plan, self.window, operands, scale, tensors, dropout, most)
+        most, has_long, start = route.most_queries, route.has_forward, None
+        if most:
+            # Alone, the decode kernel knows the capacity of a cache.
+            needs_bound = has_long or self.signature.call == PACKED
+            most_keys = sizes.max_seqlen_k if needs_bound else 0
+            start = functools.partial(
+                self.decode(most, has_long).start, operands, tables, tensors, scale, 0, most_keys
+            )
+        on_gpu = self.alone is not None
+        if start is not None and not (on_gpu and has_long):
+            start()()
+        if has_long and not on_gpu:
+            plan, window = self.signature.plan, self.signature.window
+            pages = tables.page_table
+            execute_varlen(plan, window, operands, scale, tensors, dropout, most, pages)
         elif has_long:
-            short = None
-            if most:
-                given = operands, NO_TABLES, tensors, scale, 0, longest_k
-                kernels = self.gpu.short(most, True)
-                short = DecodeLaunch(most, lambda table: kernels.start(*given, table))
             drawn = None if dropout is None else dropout.arguments
             with_device(
-                operands.q.device, self.gpu.alone.launch, operands, operands.k.shape[0], longest_k,
-                tensors, scale, short, None, drawn, route.splits_on_gpu,
+                operands.q.device, self.alone.launch, operands, sizes, tensors, scale, most, start,
+                tables.page_table, drawn, route.splits_on_gpu,
             )  # fmt: skip
-        elif most:
-            kernels = self.gpu.short(most, False)
-            kernels.start(operands, NO_TABLES, tensors, scale, 0, longest_k)()
+
+
+def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | PackedCall:
+    """Choose how calls on a cache run, and load their kernels.
+
+    Args:
+        call: of `fa3.calls.decode.prepare_decode`.
+    """
+    longest, on_gpu = (call.seqlen_q, call.capacity), call.q.device.type == "cuda"
+    gpu = gpu_of(call.q.device) if on_gpu else H200
+    tight = options.window.tighten(*longest)
+    signature = Signature(
+        CACHE, call.spec(options, tight, tight.right == 0), tight, call.heads_q, call.heads_kv, gpu,
+        options.sm_margin, call.cache_layout, call.is_packed, call.seqused_q is not None,
+        num_splits=options.num_splits, batch_invariant=options.batch_invariant,
+    )  # fmt: skip
+    most_rows = PackedSizes(call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, *longest)
+    if choose_route(signature, most_rows).name == DECODE:
+        return prepare_decode(call, options)
+
+    def decode_up_to(most_queries: int, overlaps_forward: bool) -> PreparedDecode:
+        few = call._replace(max_seqlen_q=min(call.seqlen_q, most_queries))
+        return prepare_decode(few, options, overlaps_forward)
+
+    made = PackedCall.of(signature, on_gpu, decode_up_to)
+    # Now, since no length may cause a compilation.
+    made.decode(signature.short_limit, True)
+    made.decode(signature.most_queries_of_few, False)
+    return made

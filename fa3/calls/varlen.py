@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from fa3.calls import assertions, operators, packed_calls
+from fa3.calls import assertions, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import (
     DifferentiableCall,
@@ -52,7 +52,7 @@ from fa3.calls.options import (
     options_of,
     share_heads,
 )
-from fa3.calls.packed_calls import RaggedCall
+from fa3.calls.packed_calls import PackedCall
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import check_lengths
 from fa3.complaints import kind_of
@@ -297,16 +297,15 @@ def attend_packed_call(
     if wants_gradient(q, k, v, sinks):
         scores = None if options.functions is None else options.functions.scores or None
         check_differentiable(q, k, v, sinks, scores, out)
-        backward = BackwardCall(
-            (call.spec, call.window), longest, scale, deterministic, call.plan.gpu.num_sms
-        )
+        spec, window, gpu = call.signature.spec, call.signature.window, call.signature.gpu
+        backward = BackwardCall((spec, window), longest, scale, deterministic, gpu.num_sms)
         attend = functools.partial(attend_packed, run)
         differentiable = DifferentiableCall(attend, backward, integers, dropout, returns_lse)
         return attend_differentiably(differentiable, q, k, v, *(read or ()))
     if out is not None:
         names = ("q", "k", "v", *LENGTHS_OF_PACKED, "alibi_slopes", "sinks")
         others = q, k, v, *integers, slopes, sinks, *function_tensors
-        shape = *q.shape[:2], call.spec.head_dim_v
+        shape = *q.shape[:2], call.signature.spec.head_dim_v
         check_out(out, shape, q, (*names, *function_names(options)), others)
     out, lse = attend_packed(run, q, k, v, read, out, returns_lse, False)
     return (out, lse) if returns_lse else out
@@ -314,7 +313,7 @@ def attend_packed_call(
 
 def describe_packed(
     tensors: tuple[torch.Tensor | None, ...], checked: Checked
-) -> tuple[RaggedCall, int]:
+) -> tuple[PackedCall, int]:
     """What a call on packed keys leads to, and the number of its sequences."""
     used_q = tensors[5]
     if not (used_q is None or isinstance(used_q, torch.Tensor)):
@@ -327,7 +326,7 @@ def describe_packed(
     return call, batch
 
 
-PackedRun = tuple[RaggedCall, Integers, PackedSizes, float, Dropout | None]
+PackedRun = tuple[PackedCall, Integers, PackedSizes, float, Dropout | None]
 """A call without the tensors that may have a gradient: what it leads to, the `PackedLengths`, the
 sizes, the scale and dropout. A plain tuple: another one takes the host 0.3 us."""
 
@@ -347,7 +346,7 @@ def attend_packed(
     total_q, heads = sizes.total_q, sizes.heads
     if out is None:
         # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
-        out = q.new_empty(total_q, heads, call.spec.head_dim_v)
+        out = q.new_empty(total_q, heads, call.signature.spec.head_dim_v)
     lse = q.new_empty(heads, total_q, dtype=torch.float32) if returns_lse else None
     # In half the time that the class itself takes.
     operands = tuple.__new__(RaggedOperands, (q, k, v, out, lse, *lengths))
@@ -369,7 +368,7 @@ def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_varlen(described: Described, options: Options) -> RaggedCall:
+def prepare_varlen(described: Described, options: Options) -> PackedCall:
     """Validate what no length changes, and load the kernels.
 
     Args:
@@ -389,5 +388,4 @@ def prepare_varlen(described: Described, options: Options) -> RaggedCall:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         num_splits=options.num_splits,
     )  # fmt: skip
-    kernels = packed_calls.prepare(signature) if on_gpu else None
-    return RaggedCall.of(signature, kernels)
+    return PackedCall.of(signature, on_gpu)
