@@ -8,10 +8,10 @@ import golden
 import pytest
 from drawn_calls import KINDS, entry_of
 from fake_gpu import noting_launches
-from machine_code import figures
+from machine_code import KernelReport, figures
 from pairs import combine, pairs
 
-from fa3.tools.cubin import CubinReport
+
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -27,8 +27,8 @@ def test_machine_code_is_compared():
         pytest.skip(reason)
 
 
-def report(*instructions: str) -> CubinReport:
-    made = CubinReport(128, 0, 128, b"")
+def report(*instructions: str) -> KernelReport:
+    made = KernelReport(128, 0, 128, b"")
     vars(made)["instructions"] = instructions  # otherwise read from the cubin
     return made
 

@@ -4,6 +4,7 @@ Registers, stack and threads stand in the ELF's `.nv.info` sections. Instruction
 `nvdisasm`, which the `nvidia-cuda-nvdisasm` package carries; it is needed only where they are read.
 """
 
+import contextlib
 import importlib.metadata
 import math
 import re
@@ -18,27 +19,12 @@ from pathlib import Path
 
 NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
 
-# Attributes of .nv.info, as `cuobjdump --dump-elf` names them.
-EIATTR_REQNTID = 0x10
-EIATTR_FRAME_SIZE = 0x11
-EIATTR_REGCOUNT = 0x2F
-EIFMT_SIZED = 0x04
-"""Format of an attribute whose 16-bit value is the length of a payload that follows."""
+# Attributes of .nv.info, as `cuobjdump --dump-elf` names them, and their format with a payload.
+EIATTR_REQNTID, EIATTR_FRAME_SIZE, EIATTR_REGCOUNT, EIFMT_SIZED = 0x10, 0x11, 0x2F, 0x04
 
 SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
-WAIT_WGMMA = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
-
-
-class Count:
-    """An attribute of a report: how many instructions have these opcodes."""
-
-    def __init__(self, *prefixes: str) -> None:
-        self.prefixes = prefixes
-
-    def __get__(self, report: "CubinReport", owner: type) -> int:
-        return sum(map(report.count, self.prefixes))
 
 
 @dataclass(frozen=True)
@@ -70,45 +56,9 @@ class CubinReport:
         """How often each opcode occurs, modifiers included."""
         return Counter(opcode(text) for text in self.instructions)
 
-    def count(self, prefix: str) -> int:
-        """Instructions whose opcode starts with `prefix`."""
-        return sum(n for name, n in self.opcodes.items() if name.startswith(prefix))
-
-    @property
-    def multicast_loads(self) -> int:
-        """TMA loads into the shared memory of several CTAs of a cluster."""
-        return sum(n for name, n in self.opcodes.items() if re.match("UTMALDG.*MULTICAST", name))
-
-    @property
-    def tma_loads(self) -> int:
-        """TMA loads into a CTA's own shared memory."""
-        return self.count("UTMALDG") - self.multicast_loads
-
-    wgmma = Count("HGMMA")
-    # As many waits as WGMMAs mean that the compiler serialised these.
-    wgmma_waits = Count("WARPGROUP.DEPBAR")
-    tma_stores = Count("UTMASTG")
-    setmaxnreg = Count("USETMAXREG")
-    exponentials = Count("MUFU.EX2")
-    spill_instructions = Count("STL", "LDL")
-
-    def under_wgmma(self) -> Iterator[Counter[str]]:
-        """Yield the opcodes of each stretch of code that runs while one WGMMA group is in flight.
-
-        A stretch begins where the code waits for all groups but the youngest. It ends at the last
-        wait for that one before the next WGMMA: an earlier one stands in a branch that few take.
-        """
-        begin = end = None
-        for i, text in enumerate(self.instructions):
-            if wait := WAIT_WGMMA.search(text):
-                if wait[1] == "0":
-                    end = i
-                else:
-                    begin, end = i, None
-            elif "HGMMA" in text:
-                if begin is not None and end is not None:
-                    yield Counter(opcode(t) for t in self.instructions[begin:end])
-                begin = None
+    def count(self, *prefixes: str) -> int:
+        """Return how many opcodes start with one of the prefixes."""
+        return sum(n for name, n in self.opcodes.items() if name.startswith(prefixes))
 
 
 def inspect(cubin: bytes) -> CubinReport:
@@ -169,14 +119,11 @@ def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
 
 @cache
 def nvdisasm() -> Path:
-    """Where the disassembler is installed."""
-    try:
-        files = importlib.metadata.files(NVDISASM_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "nvdisasm":
-            return Path(file.locate())
+    """Return where the disassembler is installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files(NVDISASM_PACKAGE) or []:
+            if file.name == "nvdisasm":
+                return Path(file.locate())
     raise ModuleNotFoundError(
         f"reading machine code (SASS) needs nvdisasm: pip install {NVDISASM_PACKAGE} "
         "(part of the dev extra)"

@@ -14,8 +14,6 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, cast
 
@@ -51,29 +49,24 @@ PATIENCE = 60
 
 
 class Samples(NamedTuple):
-    """Where the halves are compared: everywhere in a grid.
+    """Where the two versions are compared: in every sequence and head of a call.
 
     Fields:
-        batch, heads: sizes of the call; all sequences and heads are compared.
-        queries, keys: some of each or all, as tensors.
-        places: (4, n), int32: the positions, batch first.
+        sizes: batch, heads, seqlen_q and seqlen_k of the call.
+        queries, keys: the places that are compared, as tensors.
+        places: (4, n), int32: all positions in this grid, batch first.
         logits: (n,), float32, drawn.
-        seqlen_q, seqlen_k: sizes of the call.
     """
 
-    batch: int
-    heads: int
+    sizes: tuple[int, int, int, int]
     queries: torch.Tensor
     keys: torch.Tensor
     places: torch.Tensor
     logits: torch.Tensor
-    seqlen_q: int
-    seqlen_k: int
 
     @classmethod
     def of(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> "Samples":
-        """The samples of a call: every sequence and head, at the first and last query and key, and
-        at as many between them as `MOST_POSITIONS` allows."""
+        """Take the first and last query and key, and as many as `MOST_POSITIONS` allows."""
         of_head = max(4, MOST_POSITIONS // (batch * heads))
         # A short side leaves the other one more positions.
         num_q = min(seqlen_q, max(math.isqrt(of_head), of_head // seqlen_k))
@@ -83,40 +76,37 @@ class Samples(NamedTuple):
             for length, number in ((seqlen_q, num_q), (seqlen_k, num_k))
         )
         axes = torch.arange(batch), torch.arange(heads), queries, keys
-        grid = torch.stack(torch.meshgrid(*(axis.int() for axis in axes), indexing="ij"))
+        places = torch.cartesian_prod(*(axis.int() for axis in axes)).T.contiguous()
         generator = torch.Generator().manual_seed(0)
-        logits = 4 * torch.randn(grid[0].numel(), generator=generator)
-        return cls(batch, heads, queries, keys, grid.view(4, -1), logits, seqlen_q, seqlen_k)
+        logits = 4 * torch.randn(places.shape[1], generator=generator)
+        return cls((batch, heads, seqlen_q, seqlen_k), queries, keys, places, logits)
 
     @property
-    def pairs(self) -> Iterator[tuple[int, int]]:
+    def pairs(self) -> list[tuple[int, int]]:
         """Every sequence with every head, in the order of the places."""
-        return product(range(self.batch), range(self.heads))
+        return list(product(*map(range, self.sizes[:2])))
 
     @property
     def extent(self) -> str:
         """Which positions are compared, in words."""
-        places = self.places.shape[1]
-        everything = self.batch * self.heads * self.seqlen_q * self.seqlen_k
+        places, (_, _, seqlen_q, seqlen_k) = self.places.shape[1], self.sizes
+        everything = math.prod(self.sizes)
         if places == everything:
             return f"at all {places:,} positions"
         return (
             f"at {places:,} of {everything:,} positions: in every sequence and head, at "
-            f"{len(self.queries):,} of {self.seqlen_q:,} queries and {len(self.keys):,} of "
-            f"{self.seqlen_k:,} keys"
+            f"{len(self.queries):,} of {seqlen_q:,} queries and {len(self.keys):,} of "
+            f"{seqlen_k:,} keys"
         )
 
     def at(self, number: int) -> str:
-        """A position in words."""
+        """Return a position in words."""
         batch, head, query, key = self.places[:, number].tolist()
-        return (
-            f"batch {batch}, head {head}, query {query} of {self.seqlen_q}, key {key} of "
-            f"{self.seqlen_k}"
-        )
+        _, _, seqlen_q, seqlen_k = self.sizes
+        return f"batch {batch}, head {head}, query {query} of {seqlen_q}, key {key} of {seqlen_k}"
 
 
-@dataclass(frozen=True)
-class FunctionCheck:
+class FunctionCheck(NamedTuple):
     """What a `check` found; it prints as one line.
 
     Fields:
@@ -170,14 +160,17 @@ def check(
         NotImplementedError: the class does not define `reference`.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    given = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    batch, heads, seqlen_q, seqlen_k = (integer(name, one, 1) for name, one in given.items())
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    batch, heads, seqlen_q, seqlen_k = (integer(name, size, 1) for name, size in sizes.items())
     head_dim = integer("head_dim", head_dim, 1)
     if head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {head_dim}"
         )
-    function = copy_on_host(function)
+    if not isinstance(function, Score | Mask):
+        raise TypeError(f"function must be a fa3.Score or a fa3.Mask, got {shown(function)}")
+    on_host = (cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function))
+    function = cast(Score | Mask, Template.of(function).bind(on_host))
     q = torch.empty(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16)
     score = function if isinstance(function, Score) else None
     mask = function if isinstance(function, Mask) else None
@@ -188,49 +181,39 @@ def check(
     samples = Samples.of(batch, heads, seqlen_q, seqlen_k)
     expected = by_reference(function, samples)
     name = f"{type(function).__name__}.{'visible' if score is None else 'score'}"
-    found = by_method(spec, tensors, samples)
-    if found is not None:
-        check_halves(name, found, expected, samples)
+    result = by_method(spec, tensors, samples)
+    if result is not None:
+        compare_versions(name, result, expected, samples)
     if mask is not None:
         check_ranges(spec, tensors, expected, samples)
-    return FunctionCheck(name, head_dim, 0 if found is None else found.numel(), samples.extent)
-
-
-def copy_on_host(function: Score | Mask) -> Score | Mask:
-    """A copy whose tensors are on the CPU."""
-    if not isinstance(function, Score | Mask):
-        raise TypeError(f"function must be a fa3.Score or a fa3.Mask, got {shown(function)}")
-    tensors = (cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function))
-    return cast(Score | Mask, Template.of(function).bind(tensors))
+    return FunctionCheck(name, head_dim, 0 if result is None else result.numel(), samples.extent)
 
 
 def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
-    """The torch half at the samples: new logits, or 1 where a mask lets a key through, else 0."""
+    """Return `reference` at the samples: new logits, or 1 where a mask lets a key through."""
     shape = len(samples.queries), len(samples.keys)
-    parts, begin = [], 0
-    for batch, head in samples.pairs:
-        queries, keys = samples.queries[:, None], samples.keys
-        at = Position(batch, head, queries, keys, samples.seqlen_q, samples.seqlen_k)
+    logits = samples.logits.view(-1, *shape)
+    parts = []
+    for (batch, head), block in zip(samples.pairs, logits, strict=True):
+        at = Position(batch, head, samples.queries[:, None], samples.keys, *samples.sizes[2:])
         if isinstance(function, Score):
-            logits = samples.logits[begin : begin + len(queries) * len(keys)].view(shape)
-            parts.append(changed(function, logits, at).flatten())
+            parts.append(changed(function, block, at).flatten())
         else:
             parts.append(lets_through(function, at, shape).flatten())
-        begin += parts[-1].numel()
     return torch.cat(parts).float()
 
 
 def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Tensor | None:
-    """What kernels call, at the samples, as in `by_reference`; None if it runs on GPUs only.
+    """Return the method at the samples, as `by_reference`; None if it runs on GPUs only.
 
     Raises:
         ValueError: it does not end, or reads where there is no memory.
         RuntimeError: the compiler fails.
     """
-    found = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
-    places, logits, shared = map(from_dlpack, (samples.places, samples.logits, found))
-    given = tuple(map(from_dlpack, tensors)) or None, places, samples.seqlen_q, samples.seqlen_k
-    sampled = Sampled(spec, (*given, logits, shared))
+    result = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
+    places, logits, shared = map(from_dlpack, (samples.places, samples.logits, result))
+    arguments = tuple(map(from_dlpack, tensors)) or None, places, *samples.sizes[2:]
+    sampled = Sampled(spec, (*arguments, logits, shared))
     with tempfile.TemporaryFile() as log:
         status = exit_status(sampled, log.fileno())
         log.seek(0)
@@ -239,15 +222,11 @@ def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Te
         raise ValueError("the method reads outside of its tensors where reference does not")
     if status not in (0, -signal.SIGABRT):
         raise RuntimeError(f"the method does not run on the host (status {status}): {reason}")
-    return None if status else found
+    return None if status else result
 
 
 def exit_status(sampled: Sampled, log: int) -> int | None:
-    """Run in a process of its own; how it ended, where a negative number is a signal.
-
-    Args:
-        log: where it writes its errors.
-    """
+    """Run in a process of its own that logs errors; a signal is a negative status."""
     process = multiprocessing.get_context("fork").Process(target=run_logged, args=(sampled, log))
     with warnings.catch_warnings():
         # From Python 3.12 on, of threads: the new process runs none but its own.
@@ -272,55 +251,51 @@ def run_logged(sampled: Sampled, log: int) -> None:
     compiled(sampled, f"--gpu-arch {ARCH}")(*sampled.given)
 
 
-def check_halves(name: str, found: torch.Tensor, expected: torch.Tensor, samples: Samples) -> None:
-    """Raise ValueError where the halves differ.
-
-    Args:
-        name: the class and the method.
-    """
-    differs = ~found.isclose(expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+def compare_versions(
+    name: str, result: torch.Tensor, expected: torch.Tensor, samples: Samples
+) -> None:
+    """Raise ValueError where the two versions of a method differ."""
+    differs = ~result.isclose(expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     if not differs.any():
         return
     kind, method = name.split(".")
     first = int(differs.nonzero()[0])
-    one, other = float(found[first]), float(expected[first])
-    values = f"{method} gives {one:.6g}, reference {other:.6g}"
-    if method == "visible":
-        values = f"{method} says {bool(one)}, reference {bool(other)}"
-    else:
-        values = f"of the logit {float(samples.logits[first]):.6g} {values}"
+    one, other = float(result[first]), float(expected[first])
+    values = f"{method} says {bool(one)}, reference {bool(other)}"
+    if method == "score":
+        logit = float(samples.logits[first])
+        values = f"of the logit {logit:.6g} score gives {one:.6g}, reference {other:.6g}"
     raise ValueError(
-        f"{name} and {kind}.reference differ at {int(differs.sum()):,} of {len(found):,} "
+        f"{name} and {kind}.reference differ at {int(differs.sum()):,} of {len(result):,} "
         f"positions, first at {samples.at(first)}: {values}"
     )
 
 
 def check_ranges(spec: AttentionSpec, tensors: tuple, seen: torch.Tensor, samples: Samples) -> None:
-    """Raise ValueError if a mask's ranges leave out a key that a query sees, or hold one that a
-    query does not see.
+    """Raise ValueError if a mask's ranges miss a visible key, or have a hidden one.
 
     Args:
         seen: which keys `reference` lets through, as floats.
     """
     _, mask, _ = bind(spec, map(HostTensor, tensors))
-    function, sizes = mask.function, (samples.seqlen_q, samples.seqlen_k)
-    rows_of_keys = seen.bool().view(-1, len(samples.queries), len(samples.keys))
-    for (batch, head), visible in zip(samples.pairs, rows_of_keys, strict=True):
-        for queries, tile in zip(
-            samples.queries.split(ROWS_OF_TILE), visible.split(ROWS_OF_TILE), strict=True
+    function, keys = mask.function, samples.keys
+    rows_of_keys = seen.bool().view(-1, len(samples.queries), len(keys))
+    tiles = (
+        (pair, queries, tile)
+        for pair, visible in zip(samples.pairs, rows_of_keys, strict=True)
+        for queries, tile in zip(*(x.split(ROWS_OF_TILE) for x in (samples.queries, visible)))
+    )
+    for pair, queries, tile in tiles:
+        rows = Rows(*pair, int(queries[0]), int(queries[-1]), *samples.sizes[2:])
+        with errors_of("mask", function, "key_range or open_range"):
+            begin, end = map(as_integer, function.key_range(rows))
+            first, last = map(as_integer, function.open_range(rows))
+        outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))
+        hidden = ~tile.all(dim=0) & (keys >= first) & (keys < last)
+        for wrong, what in (
+            (outside, f"key_range gives ({begin}, {end}), but a query sees"),
+            (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
         ):
-            rows = Rows(batch, head, int(queries[0]), int(queries[-1]), *sizes)
-            with errors_of("mask", function, "key_range or open_range"):
-                begin, end = map(as_integer, function.key_range(rows))
-                first, last = map(as_integer, function.open_range(rows))
-            keys = samples.keys
-            outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))
-            hidden = ~tile.all(dim=0) & (keys >= first) & (keys < last)
-            for wrong, what in (
-                (outside, f"key_range gives ({begin}, {end}), but a query sees"),
-                (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
-            ):
-                if wrong.any():
-                    raise ValueError(
-                        f"{type(function).__name__}.{what} key {int(keys[wrong][0])} for {rows}"
-                    )
+            if wrong.any():
+                key = int(keys[wrong][0])
+                raise ValueError(f"{type(function).__name__}.{what} key {key} for {rows}")

@@ -39,6 +39,8 @@ ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert
 
 CAUSAL = Window(right=0)
 
+MUST_BE_CONFIG = "preset must be a model's config.json"
+
 MOST_HEADS = 1024
 """Query heads of a model, at most: with more, calls would have no room for the tiles of some sizes
 that the planner is asked about."""
@@ -77,8 +79,7 @@ class Model:
             )
         if self.heads_q > MOST_HEADS:
             raise ValueError(f"heads must be at most {MOST_HEADS} query heads, got {self.heads_q}")
-        for name in ("head_dim", "head_dim_v"):
-            size = getattr(self, name)
+        for name, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if size % HEAD_DIM_UNIT or not 0 < size <= MAX_HEAD_DIM:
                 raise ValueError(
                     f"{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {size}"
@@ -123,96 +124,85 @@ LAYERS_WITHOUT_KERNELS = ("linear_attention", "conv", "mamba", "recurrent")
 """Types of layers in a `config.json` that do not attend."""
 
 
-def model_of_file(path: Path) -> Model:
-    """The attention of the causal decoder that a Hugging Face `config.json` describes.
+class ConfigFile:
+    """A Hugging Face `config.json`; raises ValueError where it is not as a model's must be."""
 
-    Raises:
-        ValueError: the file is missing, no JSON or an encoder's, or does not say what is needed.
-    """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"preset must be a model's config.json, got {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"preset must be a model's config.json, got {path}: it holds no object")
-    # Models that also see pictures have the language model's part of its own.
-    config = {**config, **(field_of(path, config, "text_config", "an object", dict) or {})}
+    def __init__(self, path: Path) -> None:
+        self.path, self.fields = path, {}
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{MUST_BE_CONFIG}, got {path}: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{MUST_BE_CONFIG}, got {path}: it holds no object")
+        self.fields = fields
+        # Models that also see pictures have the language model's part of its own.
+        self.fields = {**fields, **(self.get("text_config", "an object", dict) or {})}
 
-    kind = config.get("model_type")
-    if config.get("is_encoder_decoder") or (kind in ENCODERS and not config.get("is_decoder")):
-        raise ValueError(
-            f"preset must be the config.json of a causal decoder, got {path} of {kind!r}: give "
-            "heads, head_dim and causal=False instead (--heads, --head-dim and --full)"
-        )
-
-    def has(name: str) -> bool:
-        return config.get(name) is not None
-
-    def number(*names: str) -> int:
-        name = next(filter(has, names), names[0])
-        value = field_of(path, config, name, "an integer", int)
-        if value is None:
-            how = "got None; else give --heads and --head-dim (heads and head_dim)"
-            raise ValueError(f"{path} must have an integer {name!r}, {how}")
+    def get(self, name: str, what: str, *kinds: type) -> Any:
+        """Return a field of one of these types, which `what` describes; None if not there."""
+        value = self.fields.get(name)
+        if value is not None and type(value) not in kinds:
+            raise ValueError(f"{self.path} must have {what} {name!r}, got {value!r:.200}")
         return value
 
-    heads_q = heads_kv = number("num_attention_heads", "n_head", "num_heads")
-    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
-        heads_kv = 1
-    elif has("num_key_value_heads") or has("num_kv_heads"):
-        heads_kv = number("num_key_value_heads", "num_kv_heads")
-    if config.get("qk_rope_head_dim"):
-        # Multi-head latent attention, as DeepSeek's.
-        head_dim = number("qk_nope_head_dim") + number("qk_rope_head_dim")
-        head_dim_v = number("v_head_dim")
-    else:
-        columns = 0 if has("head_dim") else number("hidden_size", "n_embd")
-        head_dim_v = head_dim = columns // max(1, heads_q) or number("head_dim")
-    softcap = field_of(path, config, "attn_logit_softcapping", "a number", int, float) or 0.0
-    if abs(softcap) > MOST_FLOAT:
-        raise ValueError(f"{path} has a softcap above {MOST_FLOAT:.3g}, got {softcap!r:.50}")
-    return Model(
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        config.get("dtype") or config.get("torch_dtype") or "bfloat16",
-        windows_of_layers(path, config),
-        float(softcap),
-        kind == "gpt_oss",
-    )
+    def number(self, *names: str) -> int:
+        """Return the first of some integers that is there."""
+        name = next((name for name in names if self.fields.get(name) is not None), names[0])
+        value = self.get(name, "an integer", int)
+        if value is None:
+            how = "got None; else give --heads and --head-dim (heads and head_dim)"
+            raise ValueError(f"{self.path} must have an integer {name!r}, {how}")
+        return value
 
+    def model(self) -> Model:
+        """Return the attention of the causal decoder that the file describes."""
+        fields, kind = self.fields, self.fields.get("model_type")
+        if fields.get("is_encoder_decoder") or (kind in ENCODERS and not fields.get("is_decoder")):
+            raise ValueError(
+                f"preset must be the config.json of a causal decoder, got {self.path} of "
+                f"{kind!r}: give heads, head_dim and causal=False instead (--heads, --head-dim and "
+                "--full)"
+            )
+        heads_q = heads_kv = self.number("num_attention_heads", "n_head", "num_heads")
+        if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
+            heads_kv = 1
+        elif any(fields.get(name) is not None for name in ("num_key_value_heads", "num_kv_heads")):
+            heads_kv = self.number("num_key_value_heads", "num_kv_heads")
+        if fields.get("qk_rope_head_dim"):
+            # Multi-head latent attention, as DeepSeek's.
+            head_dim = self.number("qk_nope_head_dim") + self.number("qk_rope_head_dim")
+            head_dim_v = self.number("v_head_dim")
+        elif fields.get("head_dim") is not None:
+            head_dim_v = head_dim = self.number("head_dim")
+        else:
+            head_dim_v = head_dim = self.number("hidden_size", "n_embd") // max(1, heads_q)
+        softcap = self.get("attn_logit_softcapping", "a number", int, float) or 0.0
+        if abs(softcap) > MOST_FLOAT:
+            most = f"{MOST_FLOAT:.3g}"
+            raise ValueError(f"{self.path} has a softcap above {most}, got {softcap!r:.50}")
+        dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+        sizes = heads_q, heads_kv, head_dim, head_dim_v
+        return Model(*sizes, dtype, self.windows(), float(softcap), kind == "gpt_oss")
 
-def field_of(path: Path, config: dict[str, Any], name: str, what: str, *kinds: type) -> Any:
-    """A field of a `config.json`; None if it is missing or null.
+    def windows(self) -> tuple[Window, ...]:
+        """Return what the layers see, each window once.
 
-    Raises:
-        ValueError: it is something else than an object of these types, which `what` describes.
-    """
-    value = config.get(name)
-    if value is not None and type(value) not in kinds:
-        raise ValueError(f"{path} must have {what} {name!r}, got {value!r:.200}")
-    return value
-
-
-def windows_of_layers(path: Path, config: dict[str, Any]) -> tuple[Window, ...]:
-    """What the layers of a `config.json` see, each window once.
-
-    Without a list of layers, a file with a window may mean all of them or some: both are returned.
-    """
-    keys = field_of(path, config, "sliding_window", "an integer", int)
-    if not keys or config.get("use_sliding_window") is False:
-        return (CAUSAL,)
-    if keys < 0:
-        raise ValueError(f"{path} must have a positive 'sliding_window', got {keys}")
-    known = {"sliding_attention": sliding(keys), "full_attention": CAUSAL}
-    layers = field_of(path, config, "layer_types", "a list", list) or list(known)
-    attending = [layer for layer in layers if layer not in LAYERS_WITHOUT_KERNELS]
-    unknown = [layer for layer in attending if layer not in list(known)]
-    if unknown or not attending:
-        came = repr(unknown[0]) if unknown else "none of them"
-        raise ValueError(f"{path} must have layer_types of {list(known)}, got {came:.200}")
-    return tuple(dict.fromkeys(known[layer] for layer in attending))
+        Without a list of layers, a window may be one of all layers or of some: both are returned.
+        """
+        keys = self.get("sliding_window", "an integer", int)
+        if not keys or self.fields.get("use_sliding_window") is False:
+            return (CAUSAL,)
+        if keys < 0:
+            raise ValueError(f"{self.path} must have a positive 'sliding_window', got {keys}")
+        known = {"sliding_attention": sliding(keys), "full_attention": CAUSAL}
+        layers = self.get("layer_types", "a list", list) or list(known)
+        attending = [layer for layer in layers if layer not in LAYERS_WITHOUT_KERNELS]
+        unknown = [layer for layer in attending if layer not in list(known)]
+        if unknown or not attending:
+            came = repr(unknown[0]) if unknown else "none of them"
+            raise ValueError(f"{self.path} must have layer_types of {list(known)}, got {came:.200}")
+        return tuple(dict.fromkeys(known[layer] for layer in attending))
 
 
 def preset_of(preset: str | Path) -> Model:
@@ -220,18 +210,14 @@ def preset_of(preset: str | Path) -> Model:
     if isinstance(preset, str) and preset in PRESETS:
         return PRESETS[preset]
     if str(preset).endswith(".json"):
-        return model_of_file(Path(preset))
+        return ConfigFile(Path(preset)).model()
     raise ValueError(
         f"preset must be one of {sorted(PRESETS)} or the path of a config.json, got {preset!r}"
     )
 
 
 def model_of(preset: str | Path | None, dtype: str | None = None, **options: object) -> Model:
-    """The model that the options describe; `warmup` says what they mean.
-
-    Args:
-        options: heads, head_dim, head_dim_v, causal, window_size, softcap and sinks; None for the
-            defaults.
+    """Return the model that the options of `warmup` describe; None stands for a default.
 
     Raises:
         ValueError: options are missing, do not go together, or no kernel can run the model.
@@ -247,16 +233,10 @@ def model_of(preset: str | Path | None, dtype: str | None = None, **options: obj
             )
         model = preset_of(preset)
     elif "heads" in named and "head_dim" in named:
-        heads_q, heads_kv = named["heads"]
-        model = Model(
-            heads_q,
-            heads_kv,
-            named["head_dim"],
-            named.get("head_dim_v", named["head_dim"]),
-            windows=(named.get("window_size", CAUSAL if named.get("causal", True) else Window()),),
-            softcap=named.get("softcap", 0.0),
-            sinks=named.get("sinks", False),
-        )
+        window = named.get("window_size", CAUSAL if named.get("causal", True) else Window())
+        head_dims = named["head_dim"], named.get("head_dim_v", named["head_dim"])
+        modifiers = {name: named[name] for name in ("softcap", "sinks") if name in named}
+        model = Model(*named["heads"], *head_dims, windows=(window,), **modifiers)
     else:
         raise ValueError(
             f"heads and head_dim must be given, or a preset; got heads {options.get('heads')} and "
