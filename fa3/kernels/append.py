@@ -34,18 +34,12 @@ MOST_VECTORS = LARGEST - THREADS
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotary embedding of the first `dim` columns of a head.
+    """A rotary embedding of the first `dim` columns of a head."""
 
-    Fields:
-        dim: a multiple of 16.
-        interleaved: whether neighbouring columns are a pair; otherwise columns i and i + dim / 2
-            are (GPT-NeoX).
-        dtype: element type of the tables of cosines and sines.
-    """
-
-    dim: int
+    dim: int  # a multiple of 16
+    # whether neighbouring columns are a pair; otherwise columns i and i + dim / 2 are (GPT-NeoX).
     interleaved: bool
-    dtype: str
+    dtype: str  # element type of the tables of cosines and sines
 
 
 class Tables(NamedTuple):
@@ -56,37 +50,26 @@ class Tables(NamedTuple):
 
 
 class CachePlace(NamedTuple):
-    """The place of a new token.
+    """The place of a new token."""
 
-    Fields:
-        sequence: index of its sequence in the batch.
-        position: its position in the sequence.
-        nth: which of the sequence's new tokens it is.
-        kept: whether the cache has room for it.
-    """
-
-    sequence: Int32
-    position: Int32
-    nth: Int32
-    kept: Boolean
+    sequence: Int32  # index of its sequence in the batch
+    position: Int32  # its position in the sequence
+    nth: Int32  # which of the sequence's new tokens it is
+    kept: Boolean  # whether the cache has room for it
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache's tensors, and the tables that map sequences to their rows.
+    """The cache's tensors, and the tables that map sequences to their rows."""
 
-    Fields:
-        k, v: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim).
-        page_table: (sequences, pages of a sequence), int32; None for a cache without pages.
-        batch_idx: (batch,), int32: a sequence's row in the cache; None for its index in the batch.
-        capacity: most tokens of a sequence.
-    """
-
+    # k, v: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim).
     k: cute.Tensor
     v: cute.Tensor
+    # (sequences, pages of a sequence), int32; None for a cache without pages.
     page_table: cute.Tensor | None
+    # (batch,), int32: a sequence's row in the cache; None for its index in the batch.
     batch_idx: cute.Tensor | None
-    capacity: Int32
+    capacity: Int32  # most tokens of a sequence
 
     @property
     def num_sequences(self):
@@ -113,21 +96,17 @@ class Cache:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens to append, and the sequences' lengths before.
+    """The tokens to append, and the sequences' lengths before."""
 
-    Fields:
-        k, v: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens`.
-        seqlens: (batch,), int32: tokens of each sequence before the append.
-        cu_seqlens: (batch + 1,), int32: where each sequence's new tokens begin and end; None if
-            all sequences get equally many.
-        turns: (batch,), int32: positions from which a rotary embedding counts in each sequence;
-            None for the lengths.
-    """
-
+    # k, v: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens`.
     k: cute.Tensor
     v: cute.Tensor
-    seqlens: cute.Tensor
+    seqlens: cute.Tensor  # (batch,), int32: tokens of each sequence before the append
+    # (batch + 1,), int32: where each sequence's new tokens begin and end; None if all sequences get
+    # equally many.
     cu_seqlens: cute.Tensor | None
+    # (batch,), int32: positions from which a rotary embedding counts in each sequence; None for the
+    # lengths.
     turns: cute.Tensor | None
 
     @property
@@ -186,15 +165,13 @@ class Queries(NamedTuple):
     """The queries (batch, seqlen, heads, head_dim), and the tensor for the rotated ones.
 
     Query i is at position old length + `i * step` of its sequence.
-
-    Fields:
-        ends: (batch + 1,), int32: where each sequence's queries begin and end in (total, heads,
-            head_dim); None if all sequences have equally many.
     """
 
     q: cute.Tensor
     rotated: cute.Tensor
     step: Int32
+    # (batch + 1,), int32: where each sequence's queries begin and end in (total, heads, head_dim);
+    # None if all sequences have equally many.
     ends: cute.Tensor | None
 
     @property
@@ -239,47 +216,38 @@ def sequence_of(ends: cute.Tensor, token, batch) -> Int32:
 
 
 class AppendArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last.
+    """The arguments of a launch, in this order; the stream comes last."""
 
-    Fields:
-        k, v: new tokens, (batch, seqlen, heads_kv, head_dim or head_dim_v); if ragged, all
-            sequences' tokens one after another, (total, heads_kv, ...).
-        k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
-            page_size, heads_kv, ...); written.
-        seqlens: (batch,) int32, tokens in the cache before the append.
-        new_seqlens: (batch,) int32, receives the tokens after the append; None if no kernel
-            reads them.
-        cu_seqlens: (batch + 1,) int32, where the new tokens of each sequence begin; None if all
-            sequences get equally many.
-        batch_idx: (batch,) int32, a sequence's row in the cache; None for its index in the batch.
-        page_table: (batch, pages) int32; None without pages.
-        q: (batch, seqlen_q, heads_q, head_dim); None without a rotary embedding.
-        rotated: like q, receives the rotated queries; None without a rotary embedding.
-        cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
-        cu_seqlens_q: (batch + 1,) int32, where the queries of each sequence begin and end, if q is
-            (total_q, heads_q, head_dim); None otherwise.
-        rotary_seqlens: (batch,) int32, positions from which the embedding counts; None for seqlens.
-        query_step: positions from one query to the next, 0 or 1.
-        descales: what keys and values of an FP8 cache are multiplied by, each (batch, heads_kv)
-            float32; None unless the cache is FP8.
-    """
-
+    # k, v: new tokens, (batch, seqlen, heads_kv, head_dim or head_dim_v); if ragged, all sequences'
+    # tokens one after another, (total, heads_kv, ...).
     k: object
     v: object
+    # k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
+    # page_size, heads_kv, ...); written.
     k_cache: object
     v_cache: object
-    seqlens: object
+    seqlens: object  # (batch,) int32, tokens in the cache before the append
+    # (batch,) int32, receives the tokens after the append; None if no kernel reads them.
     new_seqlens: object
+    # (batch + 1,) int32, where the new tokens of each sequence begin; None if all sequences get
+    # equally many.
     cu_seqlens: object
+    # (batch,) int32, a sequence's row in the cache; None for its index in the batch.
     batch_idx: object
-    page_table: object
-    q: object
-    rotated: object
+    page_table: object  # (batch, pages) int32; None without pages
+    q: object  # (batch, seqlen_q, heads_q, head_dim); None without a rotary embedding
+    rotated: object  # like q, receives the rotated queries; None without a rotary embedding
+    # cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
     cos: object
     sin: object
+    # (batch + 1,) int32, where the queries of each sequence begin and end, if q is (total_q,
+    # heads_q, head_dim); None otherwise.
     cu_seqlens_q: object
+    # (batch,) int32, positions from which the embedding counts; None for seqlens.
     rotary_seqlens: object
-    query_step: int
+    query_step: int  # positions from one query to the next, 0 or 1
+    # what keys and values of an FP8 cache are multiplied by, each (batch, heads_kv) float32; None
+    # unless the cache is FP8.
     descales: tuple | None
 
     @classmethod
@@ -327,33 +295,21 @@ class AppendArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Append:
-    """The append kernel, compiled for one kind of cache and one rotary embedding.
+    """The append kernel, compiled for one kind of cache and one rotary embedding."""
 
-    Fields:
-        dtype: element type of q, k, v and, unless it is FP8, the cache.
-        head_dim: columns of q and k.
-        head_dim_v: columns of v.
-        paged: whether the cache has a page table.
-        batch_indexed: whether `batch_idx` maps sequences to rows of the cache.
-        ragged: whether sequences get different numbers of new tokens.
-        rotary: the embedding of k and q; None without one, and then the kernel takes no q.
-        packed: whether it takes queries of sequences that have different numbers of them.
-        turned: whether the embedding counts from positions of its own.
-        writes_lengths: whether it writes the sequences' new lengths.
-        fp8: whether the cache is FP8.
-    """
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    paged: bool
-    batch_indexed: bool
-    ragged: bool
+    dtype: str  # element type of q, k, v and, unless it is FP8, the cache
+    head_dim: int  # columns of q and k
+    head_dim_v: int  # columns of v
+    paged: bool  # whether the cache has a page table
+    batch_indexed: bool  # whether `batch_idx` maps sequences to rows of the cache
+    ragged: bool  # whether sequences get different numbers of new tokens
+    # the embedding of k and q; None without one, and then the kernel takes no q.
     rotary: Rotary | None
+    # whether it takes queries of sequences that have different numbers of them.
     packed: bool = False
-    turned: bool = False
-    writes_lengths: bool = False
-    fp8: bool = False
+    turned: bool = False  # whether the embedding counts from positions of its own
+    writes_lengths: bool = False  # whether it writes the sequences' new lengths
+    fp8: bool = False  # whether the cache is FP8
 
     entry_name: ClassVar[str] = "fa3_append"
     is_storable: ClassVar[bool] = True

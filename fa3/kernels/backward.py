@@ -106,21 +106,15 @@ from fa3.scores.scores import bind
 
 @dataclass(frozen=True)
 class Backward(AttentionKernel):
-    """The backward kernel, compiled for one (spec, config, schedule type).
-
-    Fields:
-        is_ordered: whether key tiles add to dQ in a fixed order.
-        has_used_q: whether packed sequences have `seqused_q`.
-        splits: whether CTAs share key tiles, see `fa3.primitives.gradient_parts`.
-        writes_fp32: whether dK and dV are fp32. Then `splits` is True, if only with one part.
-    """
+    """The backward kernel, compiled for one (spec, config, schedule type)."""
 
     spec: AttentionSpec
     config: BackwardConfig
     schedule_type: type
-    is_ordered: bool = False
-    has_used_q: bool = False
-    splits: bool = False
+    is_ordered: bool = False  # whether key tiles add to dQ in a fixed order
+    has_used_q: bool = False  # whether packed sequences have `seqused_q`
+    splits: bool = False  # whether CTAs share key tiles, see `fa3.primitives.gradient_parts`
+    # whether dK and dV are fp32. Then `splits` is True, if only with one part.
     writes_fp32: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward"

@@ -57,21 +57,14 @@ LOADED_AT_ONCE = 2
 
 
 class FusedPrePostprocess(NamedTuple):
-    """Preprocessing and dQ conversion of a call's query tiles, inside the backward kernel.
+    """Preprocessing and dQ conversion of a call's query tiles, inside the backward kernel."""
 
-    Fields:
-        call: the preprocess kernel does the first `num_tiles` query tiles.
-        queries: the query tiles by number.
-        groups: their head groups.
-        dq: (batch, rows, heads, head_dim), receives dQ; packed sequences in a batch of one.
-        scale: factor of the accumulator.
-    """
-
-    call: PreprocessArguments
-    queries: DenseQueryIndex | PackedQueryIndex
-    groups: QueryHeadGroups
+    call: PreprocessArguments  # the preprocess kernel does the first `num_tiles` query tiles
+    queries: DenseQueryIndex | PackedQueryIndex  # the query tiles by number
+    groups: QueryHeadGroups  # their head groups
+    # (batch, rows, heads, head_dim), receives dQ; packed sequences in a batch of one.
     dq: cute.Tensor
-    scale: Float32
+    scale: Float32  # factor of the accumulator
 
     # ------------------------------------------------------------------------------- preprocessing
 
@@ -281,20 +274,16 @@ class ConvertDq:
         as loaded                            0, 4 (0, 4) | 1, 5 (1, 5) | 2, 6 (2, 6) | 3, 7 (3, 7)
         after the exchange with the next     0, 1, 4, 5  |(0, 1, 4, 5) | 2, 3, 6, 7  |(2, 3, 6, 7)
         after the exchange with the second   0, 1, 2, 3  |(0, 1, 2, 3) | 4, 5, 6, 7  |(4, 5, 6, 7)
-
-    Fields:
-        pieces: of a tile.
-        tile_m: rows of a tile.
-        dq, scale: of `FusedPrePostprocess`.
-        values: (4, quads, parts, 2), the loaded elements; two halves, so that the next rows are on
-            their way while the present ones are written.
     """
 
-    pieces: DqPieces
-    tile_m: int
+    pieces: DqPieces  # of a tile
+    tile_m: int  # rows of a tile
     call: PreprocessArguments
+    # dq, scale: of `FusedPrePostprocess`.
     dq: cute.Tensor
     scale: Float32
+    # (4, quads, parts, 2), the loaded elements; two halves, so that the next rows are on their way
+    # while the present ones are written.
     values: cute.Tensor
 
     @classmethod

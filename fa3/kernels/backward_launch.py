@@ -72,24 +72,17 @@ class BackwardConfig:
     `q_splits=2` computes S and dP for half of the queries at a time. That halves the live
     accumulators, so warpgroups can have keys of their own at larger heads. But products are
     narrower, and read K and V from shared memory twice.
-
-    Fields:
-        tile_m: queries of a block.
-        tile_n: keys of a CTA's tile.
-        do_stages: blocks of dO in shared memory.
-        k_stages: tiles of K in shared memory; with 2 the next K arrives before this tile is done.
-        warpgroups_share_keys: see above.
-        q_splits: see above; 1, or 2 where warpgroups have keys of their own.
-        stats_vector: rows whose statistics a thread reads at once: 4, all before they are needed,
-            or 2, which takes fewer registers.
     """
 
-    tile_m: int
-    tile_n: int
-    do_stages: int = STAGES
+    tile_m: int  # queries of a block
+    tile_n: int  # keys of a CTA's tile
+    do_stages: int = STAGES  # blocks of dO in shared memory
+    # tiles of K in shared memory; with 2 the next K arrives before this tile is done.
     k_stages: int = STAGES
-    warpgroups_share_keys: bool = False
-    q_splits: int = 1
+    warpgroups_share_keys: bool = False  # see above
+    q_splits: int = 1  # see above; 1, or 2 where warpgroups have keys of their own
+    # rows whose statistics a thread reads at once: 4, all before they are needed, or 2, which takes
+    # fewer registers.
     stats_vector: int = QUAD
 
     @property
@@ -206,46 +199,33 @@ class BackwardArguments(NamedTuple):
     """The arguments of a launch of the backward kernel, in this order; the stream comes last.
 
     Tensors of packed sequences are (total, heads, head_dim).
-
-    Fields:
-        q: (batch, seqlen_q, heads_q, head_dim).
-        k: (batch, seqlen_k, heads_kv, head_dim).
-        v: (batch, seqlen_k, heads_kv, head_dim_v).
-        dq, dk, dv: like q, k and v, receive the gradients; dk and dv in fp32 with `writes_fp32`.
-        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
-        softmax_scale: factor of Q K^T.
-        window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_group: key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`.
-            Parts of key tiles count as heads.
-        num_clusters: the number of CTAs to launch.
-        preprocess: what preprocessing takes and writes.
-        schedule_state: int32; the schedule's table.
-        table: int32, the tiles of packed sequences; None without.
-        num_sequences: number of packed sequences; None without.
-        dropout: see `DropoutArguments`; None without.
-        split: how CTAs share key tiles; None if each CTA has key tiles alone.
-        alternates: 1 if odd head groups have the first keys first (`fa3.primitives.query_walk`),
-            0 if not; None for a kernel in which they never have.
     """
 
-    q: object
-    k: object
-    v: object
+    q: object  # (batch, seqlen_q, heads_q, head_dim)
+    k: object  # (batch, seqlen_k, heads_kv, head_dim)
+    v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
+    # dq, dk, dv: like q, k and v, receive the gradients; dk and dv in fp32 with `writes_fp32`.
     dq: object
     dk: object
     dv: object
-    modifiers: tuple | None
-    softmax_scale: float
+    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
+    softmax_scale: float  # factor of Q K^T
+    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
+    # key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`. Parts of key tiles
+    # count as heads.
     heads_per_group: int
-    num_clusters: int
-    preprocess: "PreprocessArguments"
-    schedule_state: object = None
-    table: object = None
-    num_sequences: int | None = None
-    dropout: DropoutArguments | None = None
+    num_clusters: int  # the number of CTAs to launch
+    preprocess: "PreprocessArguments"  # what preprocessing takes and writes
+    schedule_state: object = None  # int32; the schedule's table
+    table: object = None  # int32, the tiles of packed sequences; None without
+    num_sequences: int | None = None  # number of packed sequences; None without
+    dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
+    # how CTAs share key tiles; None if each CTA has key tiles alone.
     split: "SplitArguments | None" = None
+    # 1 if odd head groups have the first keys first (`fa3.primitives.query_walk`), 0 if not; None
+    # for a kernel in which they never have.
     alternates: int | None = None
 
     @classmethod
@@ -279,19 +259,12 @@ class BackwardArguments(NamedTuple):
 
 
 class SplitArguments(NamedTuple):
-    """How CTAs share key tiles, see `KeySplit` and `GradientParts`.
+    """How CTAs share key tiles, see `KeySplit` and `GradientParts`."""
 
-    Fields:
-        head_parts: CTAs among which a key tile's query heads are divided equally.
-        block_parts: CTAs among which the query blocks of these heads are divided.
-        parts: float32, the sums of dK and dV.
-        part_counters: int32, 0 before the kernel.
-    """
-
-    head_parts: int
-    block_parts: int
-    parts: object
-    part_counters: object
+    head_parts: int  # CTAs among which a key tile's query heads are divided equally
+    block_parts: int  # CTAs among which the query blocks of these heads are divided
+    parts: object  # float32, the sums of dK and dV
+    part_counters: object  # int32, 0 before the kernel
 
     @classmethod
     def symbolic(cls) -> "SplitArguments":
@@ -299,40 +272,29 @@ class SplitArguments(NamedTuple):
 
 
 class PreprocessArguments(NamedTuple):
-    """The arguments of a launch of `BackwardPreprocess`, in this order; the stream comes last.
+    """The arguments of a launch of `BackwardPreprocess`, in this order; the stream comes last."""
 
-    Fields:
-        out, d_out: (batch, seqlen_q, heads_q, head_dim_v).
-        lse: (batch, heads_q, seqlen_q) float32, natural logarithm.
-        d_lse: like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
-        has_d_lse: 1 with a gradient of the log-sum-exp, else 0.
-        statistics: receives `RowStatistics`.
-        dq_accumulator: buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`.
-        counters: of the backward kernel, int32: its schedule's, unless a table has them, then those
-            from `PREPROCESS_TICKET` on; receives zeros.
-        num_tiles: the number of query tiles to preprocess, the first ones.
-        dq_is_zeroed: 1 if the accumulator starts with zeros, as without flags and in a fixed order;
-            else 0.
-        cu_seqlens_q, seqused_q: of packed sequences, with tensors (total_q, heads_q, ...) and
-            (heads_q, total_q); None without.
-        dq_flags: flags of `DqAccumulator`, receives zeros; None without.
-        kept: the share of P that dropout keeps; None without.
-    """
-
+    # out, d_out: (batch, seqlen_q, heads_q, head_dim_v).
     out: object
     d_out: object
-    lse: object
+    lse: object  # (batch, heads_q, seqlen_q) float32, natural logarithm
+    # like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
     d_lse: object
-    has_d_lse: int
-    statistics: object
-    dq_accumulator: object
+    has_d_lse: int  # 1 with a gradient of the log-sum-exp, else 0
+    statistics: object  # receives `RowStatistics`
+    dq_accumulator: object  # buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`
+    # of the backward kernel, int32: its schedule's, unless a table has them, then those from
+    # `PREPROCESS_TICKET` on; receives zeros.
     counters: object
-    num_tiles: int
+    num_tiles: int  # the number of query tiles to preprocess, the first ones
+    # 1 if the accumulator starts with zeros, as without flags and in a fixed order; else 0.
     dq_is_zeroed: int
+    # cu_seqlens_q, seqused_q: of packed sequences, with tensors (total_q, heads_q, ...) and
+    # (heads_q, total_q); None without.
     cu_seqlens_q: object = None
     seqused_q: object = None
-    dq_flags: object = None
-    kept: float | None = None
+    dq_flags: object = None  # flags of `DqAccumulator`, receives zeros; None without
+    kept: float | None = None  # the share of P that dropout keeps; None without
 
     @classmethod
     def symbolic(
@@ -373,13 +335,9 @@ class PreprocessArguments(NamedTuple):
 
 
 class CallSizes(NamedTuple):
-    """Symbols for the sizes of a call.
+    """Symbols for the sizes of a call."""
 
-    Fields:
-        of_batch: (batch,); () for packed sequences.
-    """
-
-    of_batch: tuple
+    of_batch: tuple  # (batch,); () for packed sequences
     seqlen_q: object
     seqlen_k: object
     heads_q: object

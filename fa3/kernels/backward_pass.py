@@ -102,15 +102,11 @@ class PassArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """The entry, compiled for kernels of one spec and config.
-
-    Fields:
-        table: makes the table of packed sequences; None without.
-    """
+    """The entry, compiled for kernels of one spec and config."""
 
     preprocess: BackwardPreprocess
     main: Backward
-    table: TileTable | None = None
+    table: TileTable | None = None  # makes the table of packed sequences; None without
 
     entry_name: ClassVar[str] = "fa3_backward_pass"
 

@@ -44,20 +44,15 @@ class TilePreprocess:
     """Preprocesses a warp's part of query tiles.
 
     Neighbouring lanes share a row, and have several rows below one another.
-
-    Fields:
-        spec, config: of the backward kernel.
-        call: packed tensors in a batch of one.
-        warps: warps that share a tile; `warp` is the number of one of them.
-        vectors: (8, rows, 2), the rows of O and dO that a lane has loaded.
-        lses: of the rows whose statistics the lane writes; lanes that share rows divide them up.
     """
 
+    # spec, config: of the backward kernel.
     spec: AttentionSpec
     config: BackwardConfig
-    call: PreprocessArguments
-    warps: int
-    vectors: cute.Tensor
+    call: PreprocessArguments  # packed tensors in a batch of one
+    warps: int  # warps that share a tile; `warp` is the number of one of them
+    vectors: cute.Tensor  # (8, rows, 2), the rows of O and dO that a lane has loaded
+    # of the rows whose statistics the lane writes; lanes that share rows divide them up.
     lses: cute.Tensor
 
     @classmethod
@@ -191,19 +186,13 @@ def warps_of_tile(spec: AttentionSpec, tile_m: int) -> int:
 
 @dataclass(frozen=True)
 class BackwardPreprocess(AttentionKernel):
-    """The preprocess kernel, compiled for one (spec, config).
-
-    Fields:
-        is_ragged: whether sequences are packed.
-        has_used_q: whether packed sequences have `seqused_q`.
-        has_dq_flags: see `Backward`.
-    """
+    """The preprocess kernel, compiled for one (spec, config)."""
 
     spec: AttentionSpec
     config: BackwardConfig
-    is_ragged: bool = False
-    has_used_q: bool = False
-    has_dq_flags: bool = True
+    is_ragged: bool = False  # whether sequences are packed
+    has_used_q: bool = False  # whether packed sequences have `seqused_q`
+    has_dq_flags: bool = True  # see `Backward`
 
     entry_name: ClassVar[str] = "fa3_backward_preprocess"
 

@@ -61,19 +61,10 @@ def dv_barrier() -> pipeline.NamedBarrier:
 
 
 class BackwardTensors(NamedTuple):
-    """The global tensors.
+    """The global tensors."""
 
-    Fields:
-        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `ragged_tma_view`. dk and
-            dv are None where no TMA store writes them, in fp32.
-        qhead_per_kvhead: query heads that share one key/value head.
-        modifiers: the tensors of the spec's scores, mask and sinks.
-        dropout: None without.
-        fused: the preprocessing and the dQ conversion inside this kernel.
-        shared: the key tiles that CTAs share; None if each CTA has key tiles alone.
-        alternates: of `BackwardArguments`.
-    """
-
+    # q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `ragged_tma_view`. dk and dv
+    # are None where no TMA store writes them, in fp32.
     q: TmaTensor
     k: TmaTensor
     v: TmaTensor
@@ -82,36 +73,31 @@ class BackwardTensors(NamedTuple):
     dv: TmaTensor | None
     statistics: RowStatistics
     dq: DqAccumulator
-    qhead_per_kvhead: int
-    modifiers: tuple | None
-    dropout: DropoutArguments | None
-    fused: FusedPrePostprocess
+    qhead_per_kvhead: int  # query heads that share one key/value head
+    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
+    dropout: DropoutArguments | None  # None without
+    fused: FusedPrePostprocess  # the preprocessing and the dQ conversion inside this kernel
+    # the key tiles that CTAs share; None if each CTA has key tiles alone.
     shared: SharedKeyTiles | None
-    alternates: Int32 | None
+    alternates: Int32 | None  # of `BackwardArguments`
 
 
 class BackwardBuffers(NamedTuple):
-    """The buffers in shared memory, with the layouts of `GradientLayouts`.
-
-    Fields:
-        ds, p: blocks of scores; no P if it stays in registers.
-        dk, dv: share their memory with K and V.
-        statistics: (tile_m, STATISTICS, q_stages), float32.
-        staged: pieces of dQ on their way to the accumulator, float32.
-        ticket: (1,), int32: the next share of the preprocessing.
-    """
+    """The buffers in shared memory, with the layouts of `GradientLayouts`."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     d_out: cute.Tensor
+    # ds, p: blocks of scores; no P if it stays in registers.
     ds: cute.Tensor
     p: cute.Tensor | None
+    # dk, dv: share their memory with K and V.
     dk: cute.Tensor
     dv: cute.Tensor
-    statistics: cute.Tensor
-    staged: cute.Tensor
-    ticket: cute.Tensor
+    statistics: cute.Tensor  # (tile_m, STATISTICS, q_stages), float32
+    staged: cute.Tensor  # pieces of dQ on their way to the accumulator, float32
+    ticket: cute.Tensor  # (1,), int32: the next share of the preprocessing
 
 
 class BackwardPipelines(NamedTuple):
@@ -127,18 +113,12 @@ class BackwardPipelines(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A CTA's work on a key tile.
-
-    Fields:
-        segment: names the key tile.
-        sequence: the lengths of its sequence.
-        is_down: 1 if query blocks are walked downwards, else 0; None if they never are.
-    """
+    """A CTA's work on a key tile."""
 
     work: KeyWork
-    segment: object
-    sequence: object
-    is_down: Int32 | None
+    segment: object  # names the key tile
+    sequence: object  # the lengths of its sequence
+    is_down: Int32 | None  # 1 if query blocks are walked downwards, else 0; None if they never are
 
 
 class QueryHead(NamedTuple):
@@ -151,22 +131,16 @@ class QueryHead(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardRoles:
-    """The roles of a CTA.
+    """The roles of a CTA."""
 
-    Fields:
-        kernel: the `Backward` kernel.
-        schedule: for the warp that fetches tiles, its `for_producer`.
-        cursor: the schedule's first one.
-        scores, mask: bound to their tensors.
-    """
-
-    kernel: object
+    kernel: object  # the `Backward` kernel
     tensors: BackwardTensors
     smem: BackwardBuffers
     pipelines: BackwardPipelines
     sequences: object
-    schedule: object
-    cursor: object
+    schedule: object  # for the warp that fetches tiles, its `for_producer`
+    cursor: object  # the schedule's first one
+    # scores, mask: bound to their tensors.
     scores: tuple
     mask: object
 

@@ -47,34 +47,24 @@ FEW = 4
 
 
 class TileParts(NamedTuple):
-    """The parts of a tile.
+    """The parts of a tile."""
 
-    Fields:
-        first, count: the first slot, and the number of slots.
-        rows: rows of the tile.
-        m_block, head, batch: the tile.
-        first_query: where the queries of its sequence begin, if they are packed.
-    """
-
+    # first, count: the first slot, and the number of slots.
     first: Int32
     count: Int32
-    rows: Int32
+    rows: Int32  # rows of the tile
+    # m_block, head, batch: the tile.
     m_block: Int32
     head: Int32
     batch: Int32
-    first_query: Int32 | int = 0
+    first_query: Int32 | int = 0  # where the queries of its sequence begin, if they are packed
 
 
 class Row(NamedTuple):
-    """One row: its values in all slots, and the place of the result.
+    """One row: its values in all slots, and the place of the result."""
 
-    Fields:
-        o: (slots, head_dim_v).
-        lse: (slots,).
-    """
-
-    o: cute.Tensor
-    lse: cute.Tensor
+    o: cute.Tensor  # (slots, head_dim_v)
+    lse: cute.Tensor  # (slots,)
     batch: Int32
     query: Int32
     head: Int32
@@ -82,16 +72,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedParts:
-    """Parts in the decode kernel's workspace.
-
-    Fields:
-        seqlen_q: query positions; None if the records have them.
-        qhead_per_kvhead: query heads in a tile's rows; row r is head r % qhead_per_kvhead.
-    """
+    """Parts in the decode kernel's workspace."""
 
     workspace: Workspace
-    seqlen_q: Int32 | None
-    qhead_per_kvhead: int
+    seqlen_q: Int32 | None  # query positions; None if the records have them
+    qhead_per_kvhead: int  # query heads in a tile's rows; row r is head r % qhead_per_kvhead
 
     def parts(self, record) -> TileParts:
         words = [
@@ -151,30 +136,24 @@ class Exchange(NamedTuple):
 
 
 class CombineArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last.
+    """The arguments of a launch, in this order; the stream comes last."""
 
-    Fields:
-        o: (batch, seqlen, heads, head_dim_v), receives the output; (total, heads, head_dim_v) if
-            queries are packed.
-        lse: address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
-        sinks: (heads,), or None.
-        dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
-            heads) float32; None for the decode kernel's parts.
-        workspace: the decode kernel's, float32; None for dense parts.
-        num_records, num_slots, rows: see `WorkspaceSize`; 1, 0, 0 for dense parts.
-        sets: CTAs that share the rows of a tile.
-    """
-
+    # (batch, seqlen, heads, head_dim_v), receives the output; (total, heads, head_dim_v) if queries
+    # are packed.
     o: object
+    # address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
     lse: int
-    sinks: object = None
+    sinks: object = None  # (heads,), or None
+    # dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
+    # heads) float32; None for the decode kernel's parts.
     dense_o: object = None
     dense_lse: object = None
-    workspace: object = None
+    workspace: object = None  # the decode kernel's, float32; None for dense parts
+    # num_records, num_slots, rows: see `WorkspaceSize`; 1, 0, 0 for dense parts.
     num_records: int = 1
     num_slots: int = 0
     rows: int = 0
-    sets: int = 1
+    sets: int = 1  # CTAs that share the rows of a tile
 
     @classmethod
     def symbolic(cls, kernel: "Combine") -> "CombineArguments":
@@ -205,20 +184,14 @@ class CombineArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Combine:
-    """The combine kernel.
+    """The combine kernel."""
 
-    Fields:
-        dtype: element type of O.
-        head_dim_v: columns of O.
-        qhead_per_kvhead: query heads in a tile's rows, for recorded parts; None for dense parts.
-        sinks: dtype of the heads' sinks, or None.
-        is_packed: whether the queries of sequences are packed, in tensors without a batch.
-    """
-
-    dtype: str
-    head_dim_v: int
+    dtype: str  # element type of O
+    head_dim_v: int  # columns of O
+    # query heads in a tile's rows, for recorded parts; None for dense parts.
     qhead_per_kvhead: int | None
-    sinks: str | None
+    sinks: str | None  # dtype of the heads' sinks, or None
+    # whether the queries of sequences are packed, in tensors without a batch.
     is_packed: bool = False
 
     entry_name: ClassVar[str] = "fa3_combine"

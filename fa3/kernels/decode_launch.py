@@ -18,21 +18,15 @@ FP8_BYTES = 1
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tiling of the decode kernel.
+    """Tiling of the decode kernel."""
 
-    Fields:
-        tile_n: keys of a block.
-        kv_stages: blocks of K, and of V, in shared memory, as they are loaded.
-        q_stages: Q tiles in shared memory; with two, the next segment's Q is loaded early.
-        ctas_of_sm: CTAs for which an SM has room; with two, CTAs of the next call come early. From
-            an FP8 cache both are of one call.
-        converted_stages: blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
-    """
-
-    tile_n: int
-    kv_stages: int
-    q_stages: int
+    tile_n: int  # keys of a block
+    kv_stages: int  # blocks of K, and of V, in shared memory, as they are loaded
+    q_stages: int  # Q tiles in shared memory; with two, the next segment's Q is loaded early
+    # CTAs for which an SM has room; with two, CTAs of the next call come early. From an FP8 cache
+    # both are of one call.
     ctas_of_sm: int = 1
+    # blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
     converted_stages: int = 0
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
@@ -55,68 +49,52 @@ class DecodeConfig:
 
 
 class DecodeArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last.
+    """The arguments of a launch, in this order; the stream comes last."""
 
-    Fields:
-        q: (batch, seqlen_q, heads_q, head_dim); packed queries have no batch, here and below:
-            (total_q, heads_q, head_dim).
-        k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
-            (num_pages, page_size, heads_kv, ...), packed (total_k, heads_kv, ...).
-        o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
-        lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
-            none. (heads_q, total_q) if packed.
-        cu_seqlens_q: (batch + 1,) int32, where packed queries begin and end; None without.
-        seqused_q: (batch,) int32, packed queries that count; None for all.
-        cu_seqlens_k: (batch + 1,) int32, where packed keys begin and end; None without.
-        seqlens: (batch,) int32, keys of the sequences, padding included; None if the cache is full.
-            Of packed ones how many count, or None for all.
-        seqlen_new: keys that each has beyond these, if there is room; packed ones have none.
-        batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
-        page_table: (batch, pages) int32; None without pages.
-        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
-        descales: what keys, values and, if they are FP8, queries are multiplied by, each (batch,
-            heads_kv) float32; None unless the cache is FP8.
-        workspace: float32, receives parts of tiles; None if tiles are never cut.
-        counters: address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
-        softmax_scale: factor of Q K^T.
-        window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        num_splits, unit_blocks, max_parts, longest_unit: see `FixedSplit`.
-        max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
-        num_ctas: CTAs to launch.
-        width: see `CtaGroups`; 1 with other cuts.
-        max_seqlen_k: most keys of a sequence, if they are packed.
-        table: int32, the tiles of the forward kernel that overlaps this one, whose header says
-            how many CTAs this one has; None without.
-    """
-
+    # (batch, seqlen_q, heads_q, head_dim); packed queries have no batch, here and below: (total_q,
+    # heads_q, head_dim).
     q: object
+    # k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
+    # (num_pages, page_size, heads_kv, ...), packed (total_k, heads_kv, ...).
     k: object
     v: object
-    o: object
+    o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
+    # address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
+    # (heads_q, total_q) if packed.
     lse: int
-    cu_seqlens_q: object
-    seqused_q: object
-    cu_seqlens_k: object
+    cu_seqlens_q: object  # (batch + 1,) int32, where packed queries begin and end; None without
+    seqused_q: object  # (batch,) int32, packed queries that count; None for all
+    cu_seqlens_k: object  # (batch + 1,) int32, where packed keys begin and end; None without
+    # (batch,) int32, keys of the sequences, padding included; None if the cache is full. Of packed
+    # ones how many count, or None for all.
     seqlens: object
-    seqlen_new: int
+    seqlen_new: int  # keys that each has beyond these, if there is room; packed ones have none
+    # batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
     batch_idx: object
     leftpad: object
-    page_table: object
-    modifiers: tuple | None
+    page_table: object  # (batch, pages) int32; None without pages
+    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
+    # what keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
+    # float32; None unless the cache is FP8.
     descales: tuple | None
-    workspace: object
+    workspace: object  # float32, receives parts of tiles; None if tiles are never cut
+    # address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
     counters: int
-    softmax_scale: float
+    softmax_scale: float  # factor of Q K^T
+    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
+    # num_splits, unit_blocks, max_parts, longest_unit: see `FixedSplit`.
     num_splits: int
     unit_blocks: int
     max_parts: int
     longest_unit: int
-    max_seqlen_q: int
-    num_ctas: int
-    width: int
-    max_seqlen_k: int
+    max_seqlen_q: int  # most queries of a sequence. A packed sequence with more is left out.
+    num_ctas: int  # CTAs to launch
+    width: int  # see `CtaGroups`; 1 with other cuts
+    max_seqlen_k: int  # most keys of a sequence, if they are packed
+    # int32, the tiles of the forward kernel that overlaps this one, whose header says how many CTAs
+    # this one has; None without.
     table: object
 
     @classmethod

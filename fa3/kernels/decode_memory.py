@@ -31,58 +31,43 @@ CONSUMER_BARRIER = 1
 
 
 class DecodeOperands(NamedTuple):
-    """The global tensors.
+    """The global tensors."""
 
-    Fields:
-        q: (batch, rows, heads_q, head_dim); packed queries are the same rows for every sequence.
-        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages), or packed
-            (rows, head_dim, heads_kv); without TMA descriptors if rows are gathered.
-        o: (batch, rows, heads_q, head_dim_v).
-        lse: of (batch, heads_q, rows).
-        packed_q, packed_k: which rows sequences have if they are packed, or None.
-        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
-            or the cache is full.
-        seqlen_new: keys that each has beyond these.
-        tables: locate the keys of each sequence.
-        modifiers: the tensors of the spec's scores, mask and sinks.
-        descales: see `DecodeArguments`.
-        table: says how many CTAs overlap the forward kernel; None without it.
-        counters: address of the counters of tiles with parts: how many CTAs have come, and have
-            left. A tile has its first slot's. 0 if `kernels.combine` merges.
-    """
-
+    # (batch, rows, heads_q, head_dim); packed queries are the same rows for every sequence.
     q: cute.Tensor
+    # k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages), or packed (rows,
+    # head_dim, heads_kv); without TMA descriptors if rows are gathered.
     k: TmaTensor | cute.Tensor
     v: TmaTensor | cute.Tensor
-    o: cute.Tensor
-    lse: RowLse
+    o: cute.Tensor  # (batch, rows, heads_q, head_dim_v)
+    lse: RowLse  # of (batch, heads_q, rows)
+    # packed_q, packed_k: which rows sequences have if they are packed, or None.
     packed_q: RaggedLengths | None
     packed_k: RaggedLengths | None
+    # (batch,) int32, keys of the sequences, padding included; None if they are packed, or the cache
+    # is full.
     seqlens: cute.Tensor | None
-    seqlen_new: Int32
-    tables: CacheTables
-    modifiers: tuple | None
-    descales: tuple | None
-    table: cute.Tensor | None
+    seqlen_new: Int32  # keys that each has beyond these
+    tables: CacheTables  # locate the keys of each sequence
+    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
+    descales: tuple | None  # see `DecodeArguments`
+    table: cute.Tensor | None  # says how many CTAs overlap the forward kernel; None without it
+    # address of the counters of tiles with parts: how many CTAs have come, and have left. A tile
+    # has its first slot's. 0 if `kernels.combine` merges.
     counters: Int64
 
 
 class DecodeBuffers(NamedTuple):
-    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...).
-
-    Fields:
-        number: (1,) int32, the number of the consumer's part among the parts of its tile.
-        loaded_k, loaded_v: K and V as they are loaded; `k` and `v` unless the cache is FP8.
-        largest: (4,) int32, of each warp's share of an FP8 call's Q.
-    """
+    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...)."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    number: cute.Tensor
+    number: cute.Tensor  # (1,) int32, the number of the consumer's part among the parts of its tile
+    # loaded_k, loaded_v: K and V as they are loaded; `k` and `v` unless the cache is FP8.
     loaded_k: cute.Tensor
     loaded_v: cute.Tensor
-    largest: cute.Tensor
+    largest: cute.Tensor  # (4,) int32, of each warp's share of an FP8 call's Q
 
 
 class DecodePipelines(NamedTuple):

@@ -35,29 +35,22 @@ WARPS_OF_HALF = ROWS // WARP
 
 
 class MultiSequenceTableArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last.
+    """The arguments of a launch, in this order; the stream comes last."""
 
-    Fields:
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; batch > 0.
-        seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
-        rows: (tiles * tile_m, ROW_RECORD) int32, receives the records of rows.
-        tiles: int32, receives a header and the records of tiles.
-        table: int32, receives a header's place and the records of sequences, by their number.
-        total_q, total_k: rows of q and of k.
-        num_tiles: tiles that the rows of q take.
-        window_left, window_right: keys seen before and after a query's own; where they are bounded.
-    """
-
+    # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; batch > 0.
     cu_seqlens_q: object
     cu_seqlens_k: object
+    # seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
     seqused_q: object
     seqused_k: object
-    rows: object
-    tiles: object
-    table: object
+    rows: object  # (tiles * tile_m, ROW_RECORD) int32, receives the records of rows
+    tiles: object  # int32, receives a header and the records of tiles
+    table: object  # int32, receives a header's place and the records of sequences, by their number
+    # total_q, total_k: rows of q and of k.
     total_q: int
     total_k: int
-    num_tiles: int
+    num_tiles: int  # tiles that the rows of q take
+    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
 
@@ -82,14 +75,11 @@ class MultiSequenceTableArguments(NamedTuple):
 
 
 class MultiSequenceTableOperands(NamedTuple):
-    """What the tables are made of, and where they go.
-
-    Fields:
-        rows, tiles, table: see `MultiSequenceTableArguments`.
-    """
+    """What the tables are made of, and where they go."""
 
     queries: RaggedLengths
     keys: RaggedLengths
+    # rows, tiles, table: see `MultiSequenceTableArguments`.
     rows: cute.Tensor
     tiles: cute.Tensor
     table: cute.Tensor
@@ -98,16 +88,11 @@ class MultiSequenceTableOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class MultiSequenceTable:
-    """The kernel that makes the tables.
+    """The kernel that makes the tables."""
 
-    Fields:
-        tile_m: rows of a tile.
-        band: the mask.
-        has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
-    """
-
-    tile_m: int
-    band: Band
+    tile_m: int  # rows of a tile
+    band: Band  # the mask
+    # has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
     has_used_q: bool
     has_used_k: bool
 

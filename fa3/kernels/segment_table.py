@@ -85,13 +85,9 @@ def segment_rows(num_tiles: int) -> int:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """The kernel that makes both tables.
+    """The kernel that makes both tables."""
 
-    Fields:
-        tiles: the kernel that makes the tile table alone; of tiles of queries.
-    """
-
-    tiles: TileTable
+    tiles: TileTable  # the kernel that makes the tile table alone; of tiles of queries
 
     entry_name: ClassVar[str] = "fa3_segment_table"
     is_storable: ClassVar[bool] = True

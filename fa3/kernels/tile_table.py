@@ -69,37 +69,29 @@ AMOUNTS = SORTERS
 
 
 class TileTableArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last.
+    """The arguments of a launch, in this order; the stream comes last."""
 
-    Fields:
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; no
-            `cu_seqlens_k` where keys are in a cache.
-        seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
-        table: int32, receives the header and `capacity` records at most.
-        total_q, total_k: rows of q and of k; of a cache, the rows that a sequence has room for.
-        capacity: records that the table has room for.
-        shift: work is counted in units of 2**shift blocks.
-        window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        short_queries: sequences with so many queries or fewer get no tiles of queries: another
-            kernel attends to them. 0 if this one does.
-        qhead_per_kvhead: query heads of a key/value head.
-        num_ctas: CTAs that the GPU holds.
-    """
-
+    # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; no
+    # `cu_seqlens_k` where keys are in a cache.
     cu_seqlens_q: object
     cu_seqlens_k: object
+    # seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
     seqused_q: object
     seqused_k: object
-    table: object
+    table: object  # int32, receives the header and `capacity` records at most
+    # total_q, total_k: rows of q and of k; of a cache, the rows that a sequence has room for.
     total_q: int
     total_k: int
-    capacity: int
-    shift: int
+    capacity: int  # records that the table has room for
+    shift: int  # work is counted in units of 2**shift blocks
+    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
+    # sequences with so many queries or fewer get no tiles of queries: another kernel attends to
+    # them. 0 if this one does.
     short_queries: int
-    qhead_per_kvhead: int
-    num_ctas: int
+    qhead_per_kvhead: int  # query heads of a key/value head
+    num_ctas: int  # CTAs that the GPU holds
 
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
@@ -162,42 +154,32 @@ class DecodeShare(NamedTuple):
 
 
 class LaneSequence(NamedTuple):
-    """What a lane knows of its sequence; all 0 if it has none.
+    """What a lane knows of its sequence; all 0 if it has none."""
 
-    Fields:
-        begin_q, seqlen_q, begin_k, seqlen_k: as in a `TileRecord`.
-        owned_k: rows of k from the first one to the next sequence's; if tiles are of keys.
-        num_tiles: the sequence's.
-    """
-
+    # begin_q, seqlen_q, begin_k, seqlen_k: as in a `TileRecord`.
     begin_q: Int32
     seqlen_q: Int32
     begin_k: Int32
     seqlen_k: Int32
-    owned_k: Int32
-    num_tiles: Int32
+    owned_k: Int32  # rows of k from the first one to the next sequence's; if tiles are of keys
+    num_tiles: Int32  # the sequence's
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """The kernel that makes the table.
+    """The kernel that makes the table."""
 
-    Fields:
-        tile_m, tile_n: query rows and keys of a tile or a block.
-        band: the mask's band, for which tiles have more or less work.
-        has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
-        is_of_keys: whether tiles are of keys and blocks of queries. Then also rows of k that are
-            not used are in a tile, since they too get a gradient.
-        has_cache: whether keys are in a cache, as many as `seqused_k` says.
-    """
-
+    # tile_m, tile_n: query rows and keys of a tile or a block.
     tile_m: int
     tile_n: int
-    band: Band
+    band: Band  # the mask's band, for which tiles have more or less work
+    # has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
     has_used_q: bool
     has_used_k: bool
+    # whether tiles are of keys and blocks of queries. Then also rows of k that are not used are in
+    # a tile, since they too get a gradient.
     is_of_keys: bool = False
-    has_cache: bool = False
+    has_cache: bool = False  # whether keys are in a cache, as many as `seqused_k` says
 
     entry_name: ClassVar[str] = "fa3_tile_table"
     is_storable: ClassVar[bool] = True

@@ -13,18 +13,14 @@ import cutlass.cute as cute
 
 @dataclass(frozen=True)
 class BlockStream:
-    """Loads the key blocks of a tile, from the last to the first.
+    """Loads the key blocks of a tile, from the last to the first."""
 
-    Fields:
-        find: (n_block) -> the block's place; called one block ahead, since lookups take time.
-        load_k, load_v: (place, state) -> next state; load a block into the state's stage.
-        is_ahead: whether K is loaded one block ahead of V, as S = Q K^T is computed.
-    """
-
+    # (n_block) -> the block's place; called one block ahead, since lookups take time.
     find: Callable
+    # load_k, load_v: (place, state) -> next state; load a block into the state's stage.
     load_k: Callable
     load_v: Callable
-    is_ahead: bool = True
+    is_ahead: bool = True  # whether K is loaded one block ahead of V, as S = Q K^T is computed
 
     @cute.jit
     def first(self, n_block, k_state):

@@ -27,25 +27,18 @@ SMALLEST_BOX = 8
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The properties of a cache that a kernel is compiled for.
+    """The properties of a cache that a kernel is compiled for."""
 
-    Fields:
-        page_size: keys of a page; 0 if a sequence's keys are contiguous.
-        batch_indexed: whether an index maps sequences of the batch to rows of the cache.
-        left_padded: whether padding comes before a sequence's keys.
-        is_packed: whether the keys of sequences are packed, in tensors (rows, heads, head_dim).
-            Then the rest is as it is by default.
-        has_seqlens: whether there is a tensor of the sequences' lengths. Without it sequences have
-            all keys that there is room for. Of packed sequences it says how many of the keys count.
-        is_fp8: whether keys and values are float8_e4m3fn, with scales of their own.
-    """
-
-    page_size: int = 0
-    batch_indexed: bool = False
-    left_padded: bool = False
+    page_size: int = 0  # keys of a page; 0 if a sequence's keys are contiguous
+    batch_indexed: bool = False  # whether an index maps sequences of the batch to rows of the cache
+    left_padded: bool = False  # whether padding comes before a sequence's keys
+    # whether the keys of sequences are packed, in tensors (rows, heads, head_dim). Then the rest is
+    # as it is by default.
     is_packed: bool = False
+    # whether there is a tensor of the sequences' lengths. Without it sequences have all keys that
+    # there is room for. Of packed sequences it says how many of the keys count.
     has_seqlens: bool = True
-    is_fp8: bool = False
+    is_fp8: bool = False  # whether keys and values are float8_e4m3fn, with scales of their own
 
     @property
     def is_full(self) -> bool:
@@ -65,33 +58,24 @@ class CacheLayout:
 
 
 class CacheTables(NamedTuple):
-    """Tables that locate the keys of each sequence; int32.
+    """Tables that locate the keys of each sequence; int32."""
 
-    Fields:
-        batch_idx: (batch,): a sequence's row in the cache or in the page table; None if it is the
-            sequence's index in the batch.
-        leftpad: (batch,): keys of padding before a sequence's own; None without padding.
-        page_table: (sequences, pages): the page numbers of a sequence; None without pages.
-    """
-
+    # (batch,): a sequence's row in the cache or in the page table; None if it is the sequence's
+    # index in the batch.
     batch_idx: cute.Tensor | None
+    # (batch,): keys of padding before a sequence's own; None without padding.
     leftpad: cute.Tensor | None
+    # (sequences, pages): the page numbers of a sequence; None without pages.
     page_table: cute.Tensor | None
 
 
 class Keys(NamedTuple):
-    """The keys of one head of one sequence, counted from the first after the padding.
+    """The keys of one head of one sequence, counted from the first after the padding."""
 
-    Fields:
-        row: the sequence's row in the cache, or in the page table; anything if keys are packed.
-        head: key/value head.
-        leftpad: keys of padding before the first; of packed sequences, rows.
-        first, last: first and last key that may be read; last < first if there are none.
-    """
-
-    row: Int32
-    head: Int32
-    leftpad: Int32
+    row: Int32  # the sequence's row in the cache, or in the page table; anything if keys are packed
+    head: Int32  # key/value head
+    leftpad: Int32  # keys of padding before the first; of packed sequences, rows
+    # first, last: first and last key that may be read; last < first if there are none.
     first: Int32
     last: Int32
 
@@ -158,26 +142,20 @@ def box_columns(columns: int, dtype) -> int:
 
 @dataclass(frozen=True)
 class TmaBlocks:
-    """Loads blocks of K or V by TMA, in boxes of `box` keys and up to 128 bytes of columns.
+    """Loads blocks of K or V by TMA, in boxes of `box` keys and up to 128 bytes of columns."""
 
-    Fields:
-        tma: descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of
-            packed sequences (rows, head_dim, heads). Of these a box may have rows of the next
-            sequence, as it may have what follows a sequence in a cache.
-        smem: (tile_n, columns, stages), swizzled; boxes are contiguous, ordered by keys first.
-        page_table: see `CacheTables`.
-        policy: L2 cache policy of the loads.
-        is_early: whether the previous kernel may still be running; see `fa3.primitives.early`.
-        copies_at_once: boxes of keys whose copies are issued without a loop; fewer take fewer
-            registers.
-    """
-
+    # descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of packed
+    # sequences (rows, head_dim, heads). Of these a box may have rows of the next sequence, as it
+    # may have what follows a sequence in a cache.
     tma: TmaTensor
+    # (tile_n, columns, stages), swizzled; boxes are contiguous, ordered by keys first.
     smem: cute.Tensor
-    page_table: cute.Tensor | None
+    page_table: cute.Tensor | None  # see `CacheTables`
     box: int
-    policy: Int64
+    policy: Int64  # L2 cache policy of the loads
+    # whether the previous kernel may still be running; see `fa3.primitives.early`.
     is_early: bool = False
+    # boxes of keys whose copies are issued without a loop; fewer take fewer registers.
     copies_at_once: int = 8
 
     @classmethod
@@ -298,18 +276,12 @@ class GatheredBlocks:
 
     Each warp copies a quarter of a block's rows. Each lane looks up one row and shares its place
     with the warp by shuffles.
-
-    Fields:
-        cache: (page_size, head_dim, heads, pages).
-        smem: (tile_n, columns, stages), swizzled. Columns past head_dim are not written.
-        page_table: see `CacheTables`.
-        thread: this thread's index in its warpgroup.
     """
 
-    cache: cute.Tensor
-    smem: cute.Tensor
-    page_table: cute.Tensor
-    thread: Int32
+    cache: cute.Tensor  # (page_size, head_dim, heads, pages)
+    smem: cute.Tensor  # (tile_n, columns, stages), swizzled. Columns past head_dim are not written.
+    page_table: cute.Tensor  # see `CacheTables`
+    thread: Int32  # this thread's index in its warpgroup
 
     @property
     def rows_of_warp(self) -> int:

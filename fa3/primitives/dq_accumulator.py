@@ -43,16 +43,12 @@ NOTHING, CLAIMED, STORED = 0, 1, 3
 
 
 class DqPieces(NamedTuple):
-    """A tile of dQ in pieces of 64 rows, which a warpgroup computes one after another.
+    """A tile of dQ in pieces of 64 rows, which a warpgroup computes one after another."""
 
-    Fields:
-        rows, columns: pieces below and next to one another; one of the two is 1.
-        width: columns of a piece.
-    """
-
+    # rows, columns: pieces below and next to one another; one of the two is 1.
     rows: int
     columns: int
-    width: int
+    width: int  # columns of a piece
 
     @classmethod
     def of(cls, tile_m: int, columns: int, widest: int) -> "DqPieces":
@@ -104,16 +100,11 @@ class DqPieces(NamedTuple):
 
 
 class DqAccumulator(NamedTuple):
-    """dQ of all query tiles.
+    """dQ of all query tiles."""
 
-    Fields:
-        buffer: (tiles * pieces.numbers,), float32.
-        tiles: numbers the query tiles of the present sequence.
-        flags: (tiles,), int32, for first stores, or the semaphores of a fixed order; else None.
-    """
-
-    buffer: cute.Tensor
-    tiles: QueryTiles | PackedQueryTiles
+    buffer: cute.Tensor  # (tiles * pieces.numbers,), float32
+    tiles: QueryTiles | PackedQueryTiles  # numbers the query tiles of the present sequence
+    # (tiles,), int32, for first stores, or the semaphores of a fixed order; else None.
     flags: cute.Tensor | None
 
     def at(self, tile_m: int, segment) -> "DqAccumulator":
@@ -198,16 +189,11 @@ class DqAccumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class DqSemaphore:
-    """The turn of one key tile and one query head in a fixed order.
+    """The turn of one key tile and one query head in a fixed order."""
 
-    Fields:
-        dq: the accumulator of the tile's sequence.
-        rank: 1 + the number of key tiles that add before this one.
-        begin, end: the query blocks that the key tile after this one visits. It adds before.
-    """
-
-    dq: DqAccumulator
-    rank: Int32
+    dq: DqAccumulator  # the accumulator of the tile's sequence
+    rank: Int32  # 1 + the number of key tiles that add before this one
+    # begin, end: the query blocks that the key tile after this one visits. It adds before.
     begin: Int32
     end: Int32
 
@@ -255,22 +241,14 @@ class DqReduction:
 
     The warp does nothing else. With additions, too, the dQ warpgroup waited twice as long at the
     fence that hands a piece over (docs/experiments.md).
-
-    Fields:
-        pieces: of a tile.
-        dq: the accumulator of the key tile's sequence.
-        memory: pieces in shared memory, one for each stage of `pipelines.staged`.
-        pipelines: `staged` delivers pieces; `added` tells of blocks that have been added.
-        semaphore: of a fixed order; else None.
-        is_zeroed: 1 if the accumulator starts with zeros, else 0.
     """
 
-    pieces: DqPieces
-    dq: DqAccumulator
-    memory: cute.Tensor
-    pipelines: object
-    semaphore: DqSemaphore | None
-    is_zeroed: Int32
+    pieces: DqPieces  # of a tile
+    dq: DqAccumulator  # the accumulator of the key tile's sequence
+    memory: cute.Tensor  # pieces in shared memory, one for each stage of `pipelines.staged`
+    pipelines: object  # `staged` delivers pieces; `added` tells of blocks that have been added
+    semaphore: DqSemaphore | None  # of a fixed order; else None
+    is_zeroed: Int32  # 1 if the accumulator starts with zeros, else 0
 
     @property
     def has_first_store(self) -> bool:

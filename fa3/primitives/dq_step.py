@@ -22,16 +22,11 @@ from fa3.primitives.wgmma import ROWS
 
 
 class DqOperands(NamedTuple):
-    """Views of shared memory, and the WGMMA of a piece of dQ.
-
-    Fields:
-        kt: (width, pieces in a row, keys, stages), columns of K.
-        dst: (64, pieces in a column, keys, stages), columns of dS^T.
-    """
+    """Views of shared memory, and the WGMMA of a piece of dQ."""
 
     mma: cute.TiledMma
-    kt: cute.Tensor
-    dst: cute.Tensor
+    kt: cute.Tensor  # (width, pieces in a row, keys, stages), columns of K
+    dst: cute.Tensor  # (64, pieces in a column, keys, stages), columns of dS^T
 
     @classmethod
     def of(cls, dtype, config, smem) -> "DqOperands":
@@ -47,21 +42,15 @@ class DqOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class DqStep:
-    """The steps of one key tile and one query head.
+    """The steps of one key tile and one query head."""
 
-    Fields:
-        config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem, pipelines: the kernel's buffers; pipelines that deliver dS, and pieces of dQ.
-        k_stage: the stage of the tile's K.
-        thread: of the warpgroup.
-    """
-
-    config: object
+    config: object  # a `fa3.kernels.backward_launch.BackwardConfig`
     operands: DqOperands
+    # smem, pipelines: the kernel's buffers; pipelines that deliver dS, and pieces of dQ.
     smem: object
     pipelines: object
-    k_stage: Int32
-    thread: Int32
+    k_stage: Int32  # the stage of the tile's K
+    thread: Int32  # of the warpgroup
 
     @property
     def pieces(self) -> DqPieces:

@@ -81,17 +81,11 @@ def threshold_of(dropout_p: float) -> tuple[int, float]:
 
 
 class DropoutArguments(NamedTuple):
-    """What a launch takes for dropout.
+    """What a launch takes for dropout."""
 
-    Fields:
-        rng_state: (1,) int64, the seed.
-        threshold: its bits, see `threshold_of`.
-        kept: the share that is kept.
-    """
-
-    rng_state: object
-    threshold: int
-    kept: float
+    rng_state: object  # (1,) int64, the seed
+    threshold: int  # its bits, see `threshold_of`
+    kept: float  # the share that is kept
 
     @classmethod
     def symbolic(cls) -> "DropoutArguments":
@@ -106,17 +100,11 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomWords:
-    """The random words of one head.
+    """The random words of one head."""
 
-    Fields:
-        round_keys: of `philox`.
-        threshold: twice in a word.
-        zero: 0, but the compiler does not know.
-    """
-
-    round_keys: tuple[tuple[Uint32, Uint32], ...]
-    threshold: Uint32
-    zero: Uint32
+    round_keys: tuple[tuple[Uint32, Uint32], ...]  # of `philox`
+    threshold: Uint32  # twice in a word
+    zero: Uint32  # 0, but the compiler does not know
     batch: Uint32
     head: Uint32
 
@@ -190,15 +178,11 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class TileDropout:
-    """Dropout in a tile of the forward kernel.
-
-    Fields:
-        factor: what O is multiplied by at the end, for what is dropped of it.
-    """
+    """Dropout in a tile of the forward kernel."""
 
     words: RandomWords
     coords: ScoreCoords
-    factor: Float32
+    factor: Float32  # what O is multiplied by at the end, for what is dropped of it
 
     @classmethod
     def of(cls, given: DropoutArguments, coords: ScoreCoords) -> "TileDropout":
@@ -234,17 +218,11 @@ class TileDropout:
 
 @dataclass(frozen=True)
 class TransposedDropout:
-    """Dropout in a tile of the backward kernel, for one query head.
+    """Dropout in a tile of the backward kernel, for one query head."""
 
-    Fields:
-        given: of the launch.
-        seed: its two words.
-        coords: name batch and head.
-    """
-
-    given: DropoutArguments
-    seed: tuple[Uint32, Uint32]
-    coords: TransposedCoords
+    given: DropoutArguments  # of the launch
+    seed: tuple[Uint32, Uint32]  # its two words
+    coords: TransposedCoords  # name batch and head
 
     def words(self) -> RandomWords:
         return RandomWords.of(self.given, self.seed, self.coords.batch, self.coords.head)

@@ -67,24 +67,16 @@ def block_of(tensor: cute.Tensor, offset, layout: cute.Layout) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class BlockConverter:
-    """Converts blocks of K or of V, with a few warps.
+    """Converts blocks of K or of V, with a few warps."""
 
-    Fields:
-        loaded: blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled.
-        converted: the same in fp16.
-        loading: the pipeline from the producer.
-        converting: the pipeline to the MMA warpgroup; see `ConvertedPipeline`.
-        warp, lane: of this thread; the first converter warp is 0.
-        warps: converter warps.
-    """
-
-    loaded: cute.Tensor
-    converted: cute.Tensor
-    loading: pipeline.PipelineAsync
-    converting: "ConvertedPipeline"
+    loaded: cute.Tensor  # blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled
+    converted: cute.Tensor  # the same in fp16
+    loading: pipeline.PipelineAsync  # the pipeline from the producer
+    converting: "ConvertedPipeline"  # the pipeline to the MMA warpgroup; see `ConvertedPipeline`
+    # warp, lane: of this thread; the first converter warp is 0.
     warp: Int32
     lane: Int32
-    warps: int
+    warps: int  # converter warps
 
     @cute.jit
     def convert(self, _, states: tuple):

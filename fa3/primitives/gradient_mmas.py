@@ -68,14 +68,10 @@ class GradientLayouts(NamedTuple):
 
 
 class GradientMmas(NamedTuple):
-    """The WGMMAs of a group.
+    """The WGMMAs of a group."""
 
-    Fields:
-        scores: S^T = K Q^T and dP^T = V dO^T, from shared memory.
-        dv, dk: dV += P^T dO and dK += dS^T Q; P and dS in registers unless groups share keys.
-    """
-
-    scores: cute.TiledMma
+    scores: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, from shared memory
+    # dv, dk: dV += P^T dO and dK += dS^T Q; P and dS in registers unless groups share keys.
     dv: cute.TiledMma
     dk: cute.TiledMma
 
@@ -99,21 +95,18 @@ class GradientMmas(NamedTuple):
 
 
 class GradientOperands(NamedTuple):
-    """One thread's operands: descriptors of shared memory, and accumulators in registers.
+    """One thread's operands: descriptors of shared memory, and accumulators in registers."""
 
-    Fields:
-        k, v: this group's keys, rows of S^T and dP^T; K by stage.
-        q, d_out: columns of S^T and dP^T, by part of a block and stage.
-        qt, d_out_t: columns of dK and dV, by part and stage.
-        p, ds: rows of dV and dK, by stage, if they come from shared memory; else None.
-    """
-
+    # k, v: this group's keys, rows of S^T and dP^T; K by stage.
     k: cute.Tensor
     v: cute.Tensor
+    # q, d_out: columns of S^T and dP^T, by part of a block and stage.
     q: cute.Tensor
     d_out: cute.Tensor
+    # qt, d_out_t: columns of dK and dV, by part and stage.
     qt: cute.Tensor
     d_out_t: cute.Tensor
+    # p, ds: rows of dV and dK, by stage, if they come from shared memory; else None.
     p: cute.Tensor | None
     ds: cute.Tensor | None
     acc_dK: cute.Tensor

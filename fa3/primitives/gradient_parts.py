@@ -31,34 +31,24 @@ from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
 
 
 class KeyWork(NamedTuple):
-    """What a CTA does of a key tile.
+    """What a CTA does of a key tile."""
 
-    Fields:
-        n_block, head_kv, batch: the key tile.
-        first_head, num_heads: its query heads.
-        part: which part of the key tile; 0 without a split.
-    """
-
+    # n_block, head_kv, batch: the key tile.
     n_block: Int32
     head_kv: Int32
     batch: Int32
+    # first_head, num_heads: its query heads.
     first_head: Int32
     num_heads: Int32
-    part: Int32
+    part: Int32  # which part of the key tile; 0 without a split
 
 
 class KeySplit(NamedTuple):
-    """How CTAs share a key tile.
+    """How CTAs share a key tile."""
 
-    Fields:
-        parts: CTAs of a key tile.
-        block_parts: CTAs that share the query blocks of the same heads.
-        num_heads: query heads of a CTA.
-    """
-
-    parts: Divisor
-    block_parts: Divisor
-    num_heads: Int32
+    parts: Divisor  # CTAs of a key tile
+    block_parts: Divisor  # CTAs that share the query blocks of the same heads
+    num_heads: Int32  # query heads of a CTA
 
     @classmethod
     def of(cls, head_parts, block_parts, qhead_per_kvhead) -> "KeySplit":
@@ -83,31 +73,24 @@ class KeySplit(NamedTuple):
 
 
 class SharedKeyTiles(NamedTuple):
-    """The global tensors of key tiles that CTAs share.
-
-    Fields:
-        tiles: numbers the key tiles (n_block, head_kv, batch).
-        buffer: float32; a slot for each part, with a run for each warp, with quads of each thread.
-        counters: int32, 0 before the kernel; one for each part and warp. The counter of a node of
-            the tree is the counter of its right child's first part.
-        dk, dv: (batch, rows, heads_kv, head_dim), receive the gradients.
-    """
+    """The global tensors of key tiles that CTAs share."""
 
     split: KeySplit
-    tiles: QueryTiles | PackedQueryTiles
+    tiles: QueryTiles | PackedQueryTiles  # numbers the key tiles (n_block, head_kv, batch)
+    # float32; a slot for each part, with a run for each warp, with quads of each thread.
     buffer: cute.Tensor
+    # int32, 0 before the kernel; one for each part and warp. The counter of a node of the tree is
+    # the counter of its right child's first part.
     counters: cute.Tensor
+    # dk, dv: (batch, rows, heads_kv, head_dim), receive the gradients.
     dk: cute.Tensor
     dv: cute.Tensor
 
 
 class KeyRows(NamedTuple):
-    """Where the keys of a sequence lie in dK and dV.
+    """Where the keys of a sequence lie in dK and dV."""
 
-    Fields:
-        batch, begin, length: its batch entry, its first row there and the number of its rows.
-    """
-
+    # batch, begin, length: its batch entry, its first row there and the number of its rows.
     batch: Int32
     begin: Int32
     length: Int32
@@ -115,18 +98,12 @@ class KeyRows(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientParts:
-    """Sums of dK and dV of shared key tiles, for one warp.
+    """Sums of dK and dV of shared key tiles, for one warp."""
 
-    Fields:
-        tensors: the buffers and the gradients.
-        warp: this warp among the MMA warps of a CTA, and `warps` their number.
-        warpgroups_share_keys: see `fa3.kernels.backward_launch.BackwardConfig`.
-    """
-
-    tensors: SharedKeyTiles
-    warp: Int32
+    tensors: SharedKeyTiles  # the buffers and the gradients
+    warp: Int32  # this warp among the MMA warps of a CTA, and `warps` their number
     warps: int
-    warpgroups_share_keys: bool
+    warpgroups_share_keys: bool  # see `fa3.kernels.backward_launch.BackwardConfig`
 
     @cute.jit
     def finish(self, accs: tuple, work: KeyWork, tiles, rows: KeyRows):

@@ -31,31 +31,23 @@ from fa3.primitives.wgmma import ROWS
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The steps of one key tile and one query head, for one MMA warpgroup.
+    """The steps of one key tile and one query head, for one MMA warpgroup."""
 
-    Fields:
-        config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem, pipelines: the kernel's buffers, and pipelines that deliver Q, V, dO and dS.
-        k_stage, v_state: the stage of the tile's K, and the state in which its V arrives.
-        rules: score functions and masks; their coordinates name query head and batch.
-        barrier: of all MMA warpgroups.
-        turns: ping-pong for S and P.
-        dropout: what is dropped, or None.
-    """
-
-    config: object
+    config: object  # a `fa3.kernels.backward_launch.BackwardConfig`
     mmas: GradientMmas
     regs: GradientOperands
+    # smem, pipelines: the kernel's buffers, and pipelines that deliver Q, V, dO and dS.
     smem: object
     pipelines: object
+    # k_stage, v_state: the stage of the tile's K, and the state in which its V arrives.
     k_stage: Int32
     v_state: pipeline.PipelineState
-    rules: object
+    rules: object  # score functions and masks; their coordinates name query head and batch
     thread: Int32
     group: Int32
-    barrier: object
-    turns: object
-    dropout: TransposedDropout | None
+    barrier: object  # of all MMA warpgroups
+    turns: object  # ping-pong for S and P
+    dropout: TransposedDropout | None  # what is dropped, or None
 
     @cute.jit
     def all(self, walk, q_state, do_state):

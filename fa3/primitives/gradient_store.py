@@ -17,19 +17,13 @@ from fa3.primitives.tma import TmaTensor
 
 @dataclass(frozen=True)
 class GradientStore:
-    """Stores one of dK and dV.
-
-    Fields:
-        smem: what each MMA warpgroup writes, (64, columns, groups * stages).
-        groups: MMA warpgroups.
-        warpgroups_share_keys: whether they have columns of the same keys, or each its own keys.
-        written: a named barrier of the warps that write and the warps that wait for it.
-    """
+    """Stores one of dK and dV."""
 
     tma: TmaTensor | None
-    smem: cute.Tensor
-    groups: int
-    warpgroups_share_keys: bool
+    smem: cute.Tensor  # what each MMA warpgroup writes, (64, columns, groups * stages)
+    groups: int  # MMA warpgroups
+    warpgroups_share_keys: bool  # whether they have columns of the same keys, or each its own keys
+    # a named barrier of the warps that write and the warps that wait for it.
     written: pipeline.NamedBarrier
 
     @property

@@ -42,21 +42,16 @@ def vectors_of(columns: int) -> int:
 
 @dataclass(frozen=True)
 class PartMerge:
-    """The buffers of parts, and the output of merged tiles.
+    """The buffers of parts, and the output of merged tiles."""
 
-    Fields:
-        parts: (FLOATS, lanes, vectors + 1, warps, num_slots) float32. Each part's O as threads
-            hold it, divided by the part's own row sums; in the last vector the base-2
-            log-sum-exps of the thread's rows.
-        counters: (num_slots * warps,) int32, zero between launches; a tile uses its first slot's.
-        warps: warps that share a tile.
-        rows: stores merged rows.
-    """
-
+    # (FLOATS, lanes, vectors + 1, warps, num_slots) float32. Each part's O as threads hold it,
+    # divided by the part's own row sums; in the last vector the base-2 log-sum-exps of the thread's
+    # rows.
     parts: cute.Tensor
+    # (num_slots * warps,) int32, zero between launches; a tile uses its first slot's.
     counters: cute.Tensor
-    warps: int
-    rows: RowStore
+    warps: int  # warps that share a tile
+    rows: RowStore  # stores merged rows
 
     @classmethod
     def of(

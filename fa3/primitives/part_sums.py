@@ -16,15 +16,10 @@ from fa3.primitives.vectors import QUAD, vector_of
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of some lanes over parts of a row; `reference` is the largest log-sum-exp among them.
+    """Sums of some lanes over parts of a row; `reference` is the largest log-sum-exp among them."""
 
-    Fields:
-        o: sum of exp(lse_i - reference) O_i in this lane's columns.
-        scalars: the reference, and the sum of exp(lse_i - reference).
-    """
-
-    o: cute.Tensor
-    scalars: cute.Tensor
+    o: cute.Tensor  # sum of exp(lse_i - reference) O_i in this lane's columns
+    scalars: cute.Tensor  # the reference, and the sum of exp(lse_i - reference)
 
     @classmethod
     def create(cls) -> "Sums":

@@ -43,14 +43,10 @@ class PackedQueryTiles(NamedTuple):
 
     The first tile of a sequence follows from its first row alone: row // tile_m + batch. So no two
     sequences share a number, and some numbers have no tile.
-
-    Fields:
-        tiles_per_head: numbers of a head, for all sequences.
-        first: the number of the present sequence's first tile in head 0.
     """
 
-    tiles_per_head: Int32
-    first: Int32
+    tiles_per_head: Int32  # numbers of a head, for all sequences
+    first: Int32  # the number of the present sequence's first tile in head 0
 
     @classmethod
     def of(cls, total_q, num_sequences, tile_m: int) -> "PackedQueryTiles":

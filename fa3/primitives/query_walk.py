@@ -38,14 +38,10 @@ class UpwardWalk(NamedTuple):
 
 
 class EitherWalk(NamedTuple):
-    """Query blocks upwards or downwards.
+    """Query blocks upwards or downwards."""
 
-    Fields:
-        blocks: places of the walk, [begin, end), and of them the ones with unmasked blocks.
-        first, step: the query block at place i is first + step * i.
-    """
-
-    blocks: Any
+    blocks: Any  # places of the walk, [begin, end), and of them the ones with unmasked blocks
+    # first, step: the query block at place i is first + step * i.
     first: Int32
     step: Int32
 

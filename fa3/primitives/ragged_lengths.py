@@ -15,15 +15,10 @@ def entry_of(table: cute.Tensor, index) -> Int32:
 
 
 class CacheLengths(NamedTuple):
-    """How many keys sequences have in a cache, in device memory.
+    """How many keys sequences have in a cache, in device memory."""
 
-    Fields:
-        used: keys that count.
-        capacity: keys that a sequence has room for; longer lengths are cut to it.
-    """
-
-    used: cute.Tensor
-    capacity: Int32
+    used: cute.Tensor  # keys that count
+    capacity: Int32  # keys that a sequence has room for; longer lengths are cut to it
 
     def read(self, batch) -> tuple[Int32, Int32]:
         """A sequence's row in the cache or in its page table, and its length."""
@@ -38,15 +33,12 @@ class RaggedLengths(NamedTuple):
     """Where packed sequences begin and end, in device memory, and what bounds them.
 
     Where methods take `entry`, that reads an entry of a table.
-
-    Fields:
-        cu, used: cumulated lengths; rows that count, or None.
-        total: rows of the tensor. Whatever the lengths say, no row beyond it is named.
     """
 
+    # cu, used: cumulated lengths; rows that count, or None.
     cu: cute.Tensor
     used: cute.Tensor | None
-    total: Int32
+    total: Int32  # rows of the tensor. Whatever the lengths say, no row beyond it is named.
 
     @property
     def num_sequences(self):

@@ -7,29 +7,20 @@ from cutlass import Int32, Int64
 
 
 class Note(NamedTuple):
-    """One row of a recording: a warpgroup's work on a tile or a part of one; times in ns.
+    """One row of a recording: a warpgroup's work on a tile or a part of one; times in ns."""
 
-    Fields:
-        sm: the SM that did it.
-        warpgroup: index of the consumer warpgroup in its CTA.
-        m_block, head, batch, first_block, end_block: the cluster's tile, and its key blocks.
-        began: the warpgroup began the tile.
-        started: Q and a first key block had arrived, and their softmax was done.
-        computed: O was complete in registers.
-        ended: the store of O had been issued.
-    """
-
-    sm: int
-    warpgroup: int
+    sm: int  # the SM that did it
+    warpgroup: int  # index of the consumer warpgroup in its CTA
+    # m_block, head, batch, first_block, end_block: the cluster's tile, and its key blocks.
     m_block: int
     head: int
     batch: int
     first_block: int
     end_block: int
-    began: int
-    started: int
-    computed: int
-    ended: int
+    began: int  # the warpgroup began the tile
+    started: int  # Q and a first key block had arrived, and their softmax was done
+    computed: int  # O was complete in registers
+    ended: int  # the store of O had been issued
 
 
 HEADER = 1

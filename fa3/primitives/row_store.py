@@ -12,16 +12,12 @@ from fa3.primitives.row_lse import RowLse
 
 
 class RowStore(NamedTuple):
-    """The outputs that receive rows and their log-sum-exps.
+    """The outputs that receive rows and their log-sum-exps."""
 
-    Fields:
-        out: (seqlen_q, head_dim_v, heads, batch); of packed sequences, whose rows are all in one
-            line, batch is 1.
-        lse: of (batch, heads, seqlen_q).
-    """
-
+    # (seqlen_q, head_dim_v, heads, batch); of packed sequences, whose rows are all in one line,
+    # batch is 1.
     out: cute.Tensor
-    lse: RowLse
+    lse: RowLse  # of (batch, heads, seqlen_q)
 
     @cute.jit
     def store(

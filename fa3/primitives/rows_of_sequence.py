@@ -23,12 +23,9 @@ class DenseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where one sequence's rows lie among other rows in a tensor of `ragged_tma_view`.
+    """Where one sequence's rows lie among other rows in a tensor of `ragged_tma_view`."""
 
-    Fields:
-        begin, length: its first row and the number of its rows.
-    """
-
+    # begin, length: its first row and the number of its rows.
     begin: int
     length: int
 

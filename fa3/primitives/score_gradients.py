@@ -19,19 +19,13 @@ LSE, DELTA = 0, 1
 
 @dataclass(frozen=True)
 class ColumnStatistics:
-    """Log-sum-exps and deltas of a thread's columns.
+    """Log-sum-exps and deltas of a thread's columns."""
 
-    Fields:
-        numbers: (queries, 2) in shared memory, of `fa3.primitives.query_tiles.RowStatistics`.
-        column: the thread's first column.
-        columns: how many it has.
-        at_once: how many it reads at once, 2 or 4.
-    """
-
+    # (queries, 2) in shared memory, of `fa3.primitives.query_tiles.RowStatistics`.
     numbers: cute.Tensor
-    column: Int32
-    columns: int
-    at_once: int
+    column: Int32  # the thread's first column
+    columns: int  # how many it has
+    at_once: int  # how many it reads at once, 2 or 4
 
     def read(self, which: int, i: int) -> cute.Tensor:
         """The log-sum-exps or the deltas of columns [i at_once, (i + 1) at_once), in registers."""

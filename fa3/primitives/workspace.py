@@ -17,17 +17,11 @@ def rounded(size):
 
 
 class WorkspaceSize(NamedTuple):
-    """Sizes of a workspace: integers on the host or inside a kernel.
+    """Sizes of a workspace: integers on the host or inside a kernel."""
 
-    Fields:
-        num_records: records, one for each tile that may have parts.
-        num_slots: slots, each for one part.
-        rows: rows of a tile.
-    """
-
-    num_records: int
-    num_slots: int
-    rows: int
+    num_records: int  # records, one for each tile that may have parts
+    num_slots: int  # slots, each for one part
+    rows: int  # rows of a tile
 
     @property
     def numbers_of_records(self):
@@ -41,19 +35,14 @@ class WorkspaceSize(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Parts of tiles in global memory, and the records that locate them.
+    """Parts of tiles in global memory, and the records that locate them."""
 
-    Fields:
-        records: (num_records, 8) int32: m_block, head, batch, first slot and number of parts of a
-            tile, and where its sequence's queries begin and how many there are if they are packed.
-            With fewer than two parts there is nothing to merge.
-        lse: (num_slots, rows), natural logarithm.
-        o: (num_slots, rows, head_dim_v), float32, each part divided by its own row sums.
-    """
-
+    # (num_records, 8) int32: m_block, head, batch, first slot and number of parts of a tile, and
+    # where its sequence's queries begin and how many there are if they are packed. With fewer than
+    # two parts there is nothing to merge.
     records: cute.Tensor
-    lse: cute.Tensor
-    o: cute.Tensor
+    lse: cute.Tensor  # (num_slots, rows), natural logarithm
+    o: cute.Tensor  # (num_slots, rows, head_dim_v), float32, each part divided by its own row sums
 
     def clear_record(self, number):
         """Say that a record has nothing to merge."""

@@ -26,16 +26,13 @@ QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128
 
 
 class Wanted(NamedTuple):
-    """The gradients that are wanted.
-
-    Fields:
-        fp32_dkv: whether dK and dV are wanted in fp32, to add up the gradients of several calls.
-    """
+    """The gradients that are wanted."""
 
     q: bool = True
     k: bool = True
     v: bool = True
     sinks: bool = True
+    # whether dK and dV are wanted in fp32, to add up the gradients of several calls.
     fp32_dkv: bool = False
 
 
@@ -49,22 +46,17 @@ class Gradients(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """What the backward pass reads: of dense sequences, or of packed ones without the batch.
+    """What the backward pass reads: of dense sequences, or of packed ones without the batch."""
 
-    Fields:
-        q, k, v: as the forward pass took them.
-        out, lse: what it gave.
-        d_out: like out, dtype of q: the gradient of out.
-        d_lse: like lse, float32: the gradient of the log-sum-exp.
-    """
-
+    # q, k, v: as the forward pass took them.
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    # out, lse: what it gave.
     out: torch.Tensor
     lse: torch.Tensor
-    d_out: torch.Tensor
-    d_lse: torch.Tensor
+    d_out: torch.Tensor  # like out, dtype of q: the gradient of out
+    d_lse: torch.Tensor  # like lse, float32: the gradient of the log-sum-exp
 
 
 ALL_WANTED = Wanted()

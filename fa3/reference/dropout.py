@@ -17,15 +17,10 @@ WORD_MASK = (1 << WORD_BITS) - 1
 
 
 class Dropout(NamedTuple):
-    """The dropout of a call.
+    """The dropout of a call."""
 
-    Fields:
-        rng_state: (1,) int64, the seed.
-        p: the probability that was asked for, above 0.
-    """
-
-    rng_state: torch.Tensor
-    p: float
+    rng_state: torch.Tensor  # (1,) int64, the seed
+    p: float  # the probability that was asked for, above 0
 
     @property
     def arguments(self) -> DropoutArguments:

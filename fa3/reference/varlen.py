@@ -21,16 +21,13 @@ from fa3.schedules.sequences import capacity_of
 
 
 class PackedLengths(NamedTuple):
-    """Which rows belong to which sequence.
+    """Which rows belong to which sequence."""
 
-    Fields:
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end. Without
-            cu_seqlens_k, sequences have their keys in a cache.
-        seqused_q, seqused_k: (batch,) int32, rows of each sequence that count; all if None.
-    """
-
+    # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end. Without
+    # cu_seqlens_k, sequences have their keys in a cache.
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor | None
+    # seqused_q, seqused_k: (batch,) int32, rows of each sequence that count; all if None.
     seqused_q: torch.Tensor | None
     seqused_k: torch.Tensor | None
 
@@ -51,23 +48,16 @@ class PackedLengths(NamedTuple):
 
 
 class RaggedOperands(NamedTuple):
-    """The tensors of one call, on one device and already validated.
+    """The tensors of one call, on one device and already validated."""
 
-    Fields:
-        q: (total_q, heads_q, head_dim), bfloat16 or float16.
-        k: (total_k, heads_kv, head_dim), dtype of q; or a cache (batch, tokens, ...), which may
-            have pages.
-        v: like k with head_dim_v.
-        out: (total_q, heads_q, head_dim_v), receives the output.
-        lse: (heads_q, total_q) float32, receives the log-sum-exp, or None.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of `PackedLengths`.
-    """
-
-    q: torch.Tensor
+    q: torch.Tensor  # (total_q, heads_q, head_dim), bfloat16 or float16
+    # (total_k, heads_kv, head_dim), dtype of q; or a cache (batch, tokens, ...), which may have
+    # pages.
     k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
+    v: torch.Tensor  # like k with head_dim_v
+    out: torch.Tensor  # (total_q, heads_q, head_dim_v), receives the output
+    lse: torch.Tensor | None  # (heads_q, total_q) float32, receives the log-sum-exp, or None
+    # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of `PackedLengths`.
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor | None
     seqused_q: torch.Tensor | None

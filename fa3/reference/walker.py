@@ -43,37 +43,25 @@ class HostTensor:
 
 
 class BlockRows(NamedTuple):
-    """Query rows that are computed together.
+    """Query rows that are computed together."""
 
-    Fields:
-        place: their index in q and out: batch entry, rows, heads.
-        at: their positions: `head` a number or (rows, 1), `query` (rows, 1), no key.
-        first_key, end_key: the keys that the band shows each row, (rows, 1).
-    """
-
-    place: tuple
-    at: Position
+    place: tuple  # their index in q and out: batch entry, rows, heads
+    at: Position  # their positions: `head` a number or (rows, 1), `query` (rows, 1), no key
+    # first_key, end_key: the keys that the band shows each row, (rows, 1).
     first_key: torch.Tensor
     end_key: torch.Tensor
 
 
 class SequenceRows(NamedTuple):
-    """Where the rows of a sequence are.
+    """Where the rows of a sequence are."""
 
-    Fields:
-        batch: its number, by which scores, mask and dropout know it.
-        q, k: its rows in a batch entry of q, and of k; in a cache, its keys.
-        entry_q: the batch entry of q.
-        entry_k: the batch entry of k and v, or the row of the page table.
-        first_key: no key before it may be read.
-    """
-
-    batch: int
+    batch: int  # its number, by which scores, mask and dropout know it
+    # q, k: its rows in a batch entry of q, and of k; in a cache, its keys.
     q: range
     k: range
-    entry_q: int = 0
-    entry_k: int = 0
-    first_key: int = 0
+    entry_q: int = 0  # the batch entry of q
+    entry_k: int = 0  # the batch entry of k and v, or the row of the page table
+    first_key: int = 0  # no key before it may be read
 
     @classmethod
     def dense(cls, batch: int, seqlen_q: int, seqlen_k: int) -> list["SequenceRows"]:
@@ -90,29 +78,19 @@ class SequenceRows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a CTA does of a tile at once.
+    """What a CTA does of a tile at once."""
 
-    Fields:
-        segment: what the CTA's cluster works on.
-        place: where the rows of the tile's sequence are.
-        rows: the CTA's rows; none where its part of the tile is past the end.
-        head: the query head. If several heads take turns in the rows, the key/value head.
-        blocks: the key blocks, for all rows of the cluster.
-        tile_n: keys of a block.
-        cluster, rank: the CTA's cluster, and its rank there.
-        heads: query heads that take turns in the rows; all of a key/value head, or one.
-        seen: the first key that each row sees, and the end, where the mask does not say it.
-    """
-
-    segment: Segment
-    place: SequenceRows
-    rows: range
-    head: int
-    blocks: Blocks
-    tile_n: int
+    segment: Segment  # what the CTA's cluster works on
+    place: SequenceRows  # where the rows of the tile's sequence are
+    rows: range  # the CTA's rows; none where its part of the tile is past the end
+    head: int  # the query head. If several heads take turns in the rows, the key/value head.
+    blocks: Blocks  # the key blocks, for all rows of the cluster
+    tile_n: int  # keys of a block
+    # cluster, rank: the CTA's cluster, and its rank there.
     cluster: int = 0
     rank: int = 0
-    heads: int = 1
+    heads: int = 1  # query heads that take turns in the rows; all of a key/value head, or one
+    # the first key that each row sees, and the end, where the mask does not say it.
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 

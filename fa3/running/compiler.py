@@ -73,17 +73,13 @@ LOADED: dict[Kernel, Callable] = {}
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A compiled kernel with its machine code and the compiler's log.
+    """A compiled kernel with its machine code and the compiler's log."""
 
-    Fields:
-        entry: the callable; takes the arguments of the kernel's `__call__` except the stream.
-        cubin: the machine code.
-        ptxas_log: registers, spills and warnings as ptxas prints them; empty with version 4.7 of
-            the DSL, which hands on none.
-    """
-
+    # the callable; takes the arguments of the kernel's `__call__` except the stream.
     entry: Callable
-    cubin: bytes
+    cubin: bytes  # the machine code
+    # registers, spills and warnings as ptxas prints them; empty with version 4.7 of the DSL, which
+    # hands on none.
     ptxas_log: str
 
 

@@ -41,15 +41,11 @@ MOST_STREAMS = 256
 @dataclass(slots=True)
 class Reserve:
     """Zeroed counters of one device for captures. They are allocated before: memory allocated
-    during a capture belongs to torch, which takes it back when the capture ends.
-
-    Fields:
-        is_low: whether few are left, so that calls outside of captures should fill it.
-    """
+    during a capture belongs to torch, which takes it back when the capture ends."""
 
     free: torch.Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    is_low: bool = True
+    is_low: bool = True  # whether few are left, so that calls outside of captures should fill it
 
     def fill(self, device: torch.device) -> None:
         """Allocate zeroed counters. Must not be called during a capture."""
@@ -75,17 +71,13 @@ class Reserve:
 
 @dataclass(slots=True)
 class StreamCounters:
-    """The counters of one stream.
-
-    Fields:
-        reserve: of the device; filled by calls that are not captured.
-        free: counters that no call owns. Appending and popping are atomic.
-        free_parts: memory of parts that no call owns.
-    """
+    """The counters of one stream."""
 
     device: torch.device
-    reserve: Reserve
+    reserve: Reserve  # of the device; filled by calls that are not captured
+    # counters that no call owns. Appending and popping are atomic.
     free: list[torch.Tensor] = field(default_factory=list)
+    # memory of parts that no call owns.
     free_parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, count: int) -> torch.Tensor:

@@ -22,16 +22,12 @@ SEMAPHORE_BYTES = 64
 
 @dataclass(slots=True)
 class Capture:
-    """A graph that is being captured or was captured.
+    """A graph that is being captured or was captured."""
 
-    Fields:
-        gone: address of a semaphore that CUDA posts when the graph is gone.
-        kept: tensors that the graph's launches read, by `id`.
-        counters: stream handle -> the counters of that stream (`fa3.running.counters`).
-    """
-
-    gone: int
+    gone: int  # address of a semaphore that CUDA posts when the graph is gone
+    # tensors that the graph's launches read, by `id`.
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    # stream handle -> the counters of that stream (`fa3.running.counters`).
     counters: dict[int, Any] = field(default_factory=dict)
 
     @classmethod

@@ -10,13 +10,10 @@ from fa3.running.graphs import Capture, idle_stream, is_capturing, made_apart
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A table in device memory. It stays alive until the last launch that reads it has ended.
-
-    Fields:
-        streams: handles of the streams with launches that read the table.
-    """
+    """A table in device memory. It stays alive until the last launch that reads it has ended."""
 
     numbers: torch.Tensor
+    # handles of the streams with launches that read the table.
     streams: set[int] = field(default_factory=set)
 
     @classmethod

@@ -27,14 +27,10 @@ class DynamicCursor(NamedTuple):
 
 
 class Mailbox(NamedTuple):
-    """Shared memory in which the producer tells the consumers the next tile.
+    """Shared memory in which the producer tells the consumers the next tile."""
 
-    Fields:
-        numbers: (words, SLOTS) int32, what is told of a tile; its number first.
-        full, empty: an mbarrier per slot each.
-    """
-
-    numbers: cute.Tensor
+    numbers: cute.Tensor  # (words, SLOTS) int32, what is told of a tile; its number first
+    # full, empty: an mbarrier per slot each.
     full: cute.Pointer
     empty: cute.Pointer
 
@@ -46,16 +42,14 @@ class Dynamic(Schedule):
     The producer takes the next tile while the consumers work on the present one. The last CTA to
     finish resets the counters to 0 for the next launch or graph replay. The host, which has no
     clock, gives cluster c every `num_clusters`-th tile from c on.
-
-    Fields:
-        counters: (2,) int32 on the device: tiles taken, and CTAs that found no tile left.
-        is_producer: set for the producer warp, which takes tiles and fills the mailbox.
     """
 
     order: TileOrder
     num_clusters: int
+    # (2,) int32 on the device: tiles taken, and CTAs that found no tile left.
     counters: cute.Tensor | None = None
     mailbox: Mailbox | None = None
+    # set for the producer warp, which takes tiles and fills the mailbox.
     is_producer: bool | None = None
 
     name: ClassVar[str] = "dynamic"

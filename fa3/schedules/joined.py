@@ -25,22 +25,15 @@ HALVES = 2
 
 
 class MultiSequenceRecord(NamedTuple):
-    """A tile with rows of several sequences, for every query head.
+    """A tile with rows of several sequences, for every query head."""
 
-    Fields:
-        m_block: the tile's number along the rows of q.
-        begin_k, seqlen_k: rows of k and v; outside of them no row of the tile sees a key.
-        first_end: keys from `begin_k` on to the last one that the first half of the rows sees.
-        second_begin: keys from `begin_k` on to the first one that the second half sees.
-        whole: bit h says that all rows of half h are used.
-    """
-
-    m_block: int
+    m_block: int  # the tile's number along the rows of q
+    # begin_k, seqlen_k: rows of k and v; outside of them no row of the tile sees a key.
     begin_k: int
     seqlen_k: int
-    first_end: int
-    second_begin: int
-    whole: int
+    first_end: int  # keys from `begin_k` on to the last one that the first half of the rows sees
+    second_begin: int  # keys from `begin_k` on to the first one that the second half sees
+    whole: int  # bit h says that all rows of half h are used
 
     @classmethod
     def of(cls, m_block, first_keys: tuple, end_keys: tuple, whole) -> "MultiSequenceRecord":
@@ -62,13 +55,9 @@ class MultiSequenceRecord(NamedTuple):
 
 
 class MultiSequenceTile(NamedTuple):
-    """What a mask knows of a tile with rows of several sequences.
+    """What a mask knows of a tile with rows of several sequences."""
 
-    Fields:
-        seqlen_q: rows of q, of all tiles.
-    """
-
-    seqlen_q: int
+    seqlen_q: int  # rows of q, of all tiles
     record: MultiSequenceRecord
 
     @property

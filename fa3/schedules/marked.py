@@ -39,14 +39,10 @@ class RecomputeMask(NamedTuple):
     """The marks of a call: a bit for every tile, and a word for every warp with a bit for each row.
 
     Marking reads nothing back from memory, so no warp waits for it.
-
-    Fields:
-        words: (size,) int32, zero before a call and after it.
-        order: numbers the tiles, one CTA's each.
     """
 
-    words: cute.Tensor
-    order: TileOrder | RaggedOrder
+    words: cute.Tensor  # (size,) int32, zero before a call and after it
+    order: TileOrder | RaggedOrder  # numbers the tiles, one CTA's each
 
     @property
     def num_groups(self):
@@ -121,14 +117,11 @@ def bit_of_row(r: int) -> Int32:
 
 
 class RecomputeCursor(NamedTuple):
-    """The CTA's present tile, `index`, and the number of tiles that it had before.
-
-    Fields:
-        group, before: the word from which the producer looks on, and marked tiles before it.
-    """
+    """The CTA's present tile, `index`, and the number of tiles that it had before."""
 
     index: int
     count: int
+    # group, before: the word from which the producer looks on, and marked tiles before it.
     group: int
     before: int
 

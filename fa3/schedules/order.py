@@ -89,18 +89,13 @@ class TileOrder:
 
 @dataclass(frozen=True)
 class KernelOrder(TileOrder):
-    """The order inside a kernel, where a division by a number that is prepared takes no time.
+    """The order inside a kernel, where a division by a number that is prepared takes no time."""
 
-    Fields:
-        tiles_of_section: tiles of all sections but the last.
-        heads_of_section, heads_of_last: heads of all sections but the last, and of the last.
-        heads: `num_heads`.
-    """
-
-    tiles_of_section: Divisor
+    tiles_of_section: Divisor  # tiles of all sections but the last
+    # heads_of_section, heads_of_last: heads of all sections but the last, and of the last.
     heads_of_section: Divisor
     heads_of_last: Divisor
-    heads: Divisor
+    heads: Divisor  # `num_heads`
 
     @classmethod
     def of(cls, num_m_blocks, num_heads, batch, heads_per_section) -> "KernelOrder":

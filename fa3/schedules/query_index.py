@@ -36,14 +36,10 @@ class QueryHeadGroups(NamedTuple):
     """The query tiles of all heads, numbered head by head, in head groups.
 
     Plain arithmetic: it runs on Python ints, and on Int32 values inside of kernels.
-
-    Fields:
-        num_tiles: tiles of all head groups.
-        tiles_per_group: the last head group may have fewer.
     """
 
-    num_tiles: int
-    tiles_per_group: Divisor | PlainDivisor
+    num_tiles: int  # tiles of all head groups
+    tiles_per_group: Divisor | PlainDivisor  # the last head group may have fewer
 
     def tiles_before(self, group):
         """How many tiles there are before a head group; all if there is no such group."""
@@ -60,22 +56,15 @@ class QueryHeadGroups(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A query tile.
+    """A query tile."""
 
-    Fields:
-        tile: its m_block inside the sequence, its head and its sequence.
-        tiles: numbers it.
-        batch, begin: the place of the sequence's first row in tensors (batch, rows, ...).
-        seqlen_q: queries of the sequence.
-        owned: rows of the sequence, used or not.
-    """
-
-    tile: Tile
-    tiles: QueryTiles | PackedQueryTiles
+    tile: Tile  # its m_block inside the sequence, its head and its sequence
+    tiles: QueryTiles | PackedQueryTiles  # numbers it
+    # batch, begin: the place of the sequence's first row in tensors (batch, rows, ...).
     batch: Int32
     begin: Int32
-    seqlen_q: Int32
-    owned: Int32
+    seqlen_q: Int32  # queries of the sequence
+    owned: Int32  # rows of the sequence, used or not
 
 
 class DenseQueryIndex(NamedTuple):
@@ -98,16 +87,11 @@ class DenseQueryIndex(NamedTuple):
 
 
 class PackedQueryIndex(NamedTuple):
-    """The query tiles of packed sequences, by number, head by head.
-
-    Fields:
-        tiles: numbers them; some numbers have no row, past the `owned` ones.
-        heads: of all sequences.
-    """
+    """The query tiles of packed sequences, by number, head by head."""
 
     lengths: RaggedLengths
-    tiles: PackedQueryTiles
-    heads: Int32
+    tiles: PackedQueryTiles  # numbers them; some numbers have no row, past the `owned` ones
+    heads: Int32  # of all sequences
 
     @classmethod
     def of(

@@ -33,12 +33,9 @@ class Tile(NamedTuple):
 
 
 class PackedPart(NamedTuple):
-    """Which part of its tile a segment is, packed into one integer: it takes one register.
+    """Which part of its tile a segment is, packed into one integer: it takes one register."""
 
-    Fields:
-        number: `num_parts` + MOST_PARTS * (index of the part in its tile + MOST_PARTS * `slot`).
-    """
-
+    # `num_parts` + MOST_PARTS * (index of the part in its tile + MOST_PARTS * `slot`).
     number: int = ONLY
 
     @property
@@ -58,37 +55,26 @@ class PackedPart(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which part of its tile a segment is, in decoding (split-K).
+    """Which part of its tile a segment is, in decoding (split-K)."""
 
-    Fields:
-        slot: workspace slot for its result; unused if the tile has one part.
-        first_slot: slot of the tile's first part.
-        num_parts: how many parts the tile has.
-        record: index of the record from which the combine kernel learns of the tile's parts.
-    """
-
-    slot: int
-    first_slot: int
-    num_parts: int
-    record: int
+    slot: int  # workspace slot for its result; unused if the tile has one part
+    first_slot: int  # slot of the tile's first part
+    num_parts: int  # how many parts the tile has
+    record: int  # index of the record from which the combine kernel learns of the tile's parts
 
 
 class Segment(NamedTuple):
-    """What a cluster computes in one go: key blocks [begin, end) of one tile.
-
-    Fields:
-        begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the
-            first one that the tile touches.
-        record: of packed sequences what their table has of the tile; None without a table.
-        number: the tile's number in that table.
-    """
+    """What a cluster computes in one go: key blocks [begin, end) of one tile."""
 
     tile: Tile
+    # begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the first
+    # one that the tile touches.
     begin: Any = None
     end: Any = None
     part: PackedPart | Part = PackedPart()
+    # of packed sequences what their table has of the tile; None without a table.
     record: tuple | None = None
-    number: int | None = None
+    number: int | None = None  # the tile's number in that table
 
     @property
     def is_whole(self):

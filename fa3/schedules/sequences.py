@@ -89,13 +89,9 @@ class Ragged(NamedTuple):
 
 
 class MultiSequence(NamedTuple):
-    """Sequences one after another that share tiles: the rows of all are one line.
+    """Sequences one after another that share tiles: the rows of all are one line."""
 
-    Fields:
-        total_q: rows of q.
-    """
-
-    total_q: int
+    total_q: int  # rows of q
 
     def sequence(self, segment: Segment) -> MultiSequenceTile:
         return MultiSequenceTile(self.total_q, segment.record)
@@ -113,17 +109,11 @@ class MultiSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedQueries:
-    """Queries of sequences one after another, as many as each sequence has.
+    """Queries of sequences one after another, as many as each sequence has."""
 
-    Fields:
-        lengths: which rows of q each sequence has.
-        rows_of_query: rows that a query has in a tile: a key/value head's query heads.
-        rows_of_tile: rows of a tile.
-    """
-
-    lengths: RaggedLengths
-    rows_of_query: int
-    rows_of_tile: int
+    lengths: RaggedLengths  # which rows of q each sequence has
+    rows_of_query: int  # rows that a query has in a tile: a key/value head's query heads
+    rows_of_tile: int  # rows of a tile
 
     def read(self, entry, batch, most) -> tuple:
         """A sequence's first row of q, and its number of queries: 0 if it has more than `most`.
@@ -150,30 +140,23 @@ class Cached:
     key are padding. A sequence with packed queries with more queries than
     `seqlen_q` has none here: it is another kernel's, or the call is wrong. A sequence without
     queries has no keys either, so that hardly anything is read for it.
-
-    Fields:
-        num_sequences: sequences of the call.
-        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
-            or all have `capacity`.
-        seqlen_new: how many keys each has beyond these, if there is room.
-        seqlen_q: queries of each sequence; of packed ones the most that one may have.
-        capacity: most keys of a sequence; longer lengths are cut to it.
-        is_early: whether the previous kernel may still be running; see `fa3.primitives.early`.
-        packed: the queries, if sequences have different numbers of them.
-        packed_keys: which rows of K and V each sequence has, if keys are packed.
     """
 
-    num_sequences: int
+    num_sequences: int  # sequences of the call
+    # (batch,) int32, keys of the sequences, padding included; None if they are packed, or all have
+    # `capacity`.
     seqlens: cute.Tensor | None
-    seqlen_new: int
+    seqlen_new: int  # how many keys each has beyond these, if there is room
     tables: CacheTables
     mask: object
-    seqlen_q: int
-    capacity: int
+    seqlen_q: int  # queries of each sequence; of packed ones the most that one may have
+    capacity: int  # most keys of a sequence; longer lengths are cut to it
     window: Window
     tile_n: int
+    # whether the previous kernel may still be running; see `fa3.primitives.early`.
     is_early: bool = False
-    packed: PackedQueries | None = None
+    packed: PackedQueries | None = None  # the queries, if sequences have different numbers of them
+    # which rows of K and V each sequence has, if keys are packed.
     packed_keys: RaggedLengths | None = None
 
     def read(self, batch) -> tuple:

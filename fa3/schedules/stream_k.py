@@ -69,16 +69,11 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Blocks in a line, cut into a piece for each crew; sizes differ by one at most.
+    """Blocks in a line, cut into a piece for each crew; sizes differ by one at most."""
 
-    Fields:
-        total: blocks of all pieces.
-        end: blocks that there are; with fewer than `total` the last pieces are shorter, or empty.
-    """
-
-    total: int
+    total: int  # blocks of all pieces
     num_crews: Divisor | PlainDivisor
-    end: int
+    end: int  # blocks that there are; with fewer than `total` the last pieces are shorter, or empty
 
     @classmethod
     def even(cls, total, num_crews) -> "Chunks":
@@ -117,17 +112,11 @@ class Chunks:
 
 
 class CtaGroup(NamedTuple):
-    """A CTA's place among those that walk together.
+    """A CTA's place among those that walk together."""
 
-    Fields:
-        number: of the crew.
-        lane: the CTA's place in it.
-        width: CTAs of a crew.
-    """
-
-    number: int
-    lane: int
-    width: int
+    number: int  # of the crew
+    lane: int  # the CTA's place in it
+    width: int  # CTAs of a crew
 
     @property
     def cta(self):
@@ -199,12 +188,9 @@ class CtaGroups(AtChunks):
 
     The slots are as in `StreamK`, for each lane of a crew apart. There are no records: the CTA that
     merges has a part of the tile.
-
-    Fields:
-        width: CTAs of a crew; divides the key/value heads.
     """
 
-    width: int
+    width: int  # CTAs of a crew; divides the key/value heads
 
     num_records: ClassVar[int] = 0
 
@@ -233,20 +219,13 @@ class FixedSplit:
     """Cut tiles between units only; the CTA in whose piece a unit begins works on all of it.
 
     A tile of n blocks has units of ceil(n / num_splits) blocks, within bounds.
-
-    Fields:
-        num_splits: most units of a tile, unless they would have more than `longest` blocks.
-        unit_blocks: fewest blocks of a unit; a tile's last unit may have fewer.
-        max_parts: most units that any tile of this call may have; each tile has as many slots.
-        num_tiles: tiles of this call.
-        longest: most blocks of a unit.
     """
 
-    num_splits: int
-    unit_blocks: int
-    max_parts: int
-    num_tiles: int
-    longest: int = MOST_ROOM
+    num_splits: int  # most units of a tile, unless they would have more than `longest` blocks
+    unit_blocks: int  # fewest blocks of a unit; a tile's last unit may have fewer
+    max_parts: int  # most units that any tile of this call may have; each tile has as many slots
+    num_tiles: int  # tiles of this call
+    longest: int = MOST_ROOM  # most blocks of a unit
 
     has_parts: ClassVar[bool] = True
     width: ClassVar[int] = 1
@@ -304,51 +283,34 @@ Cut = StreamK | CtaGroups | FixedSplit | NoSplit
 
 
 class Place(NamedTuple):
-    """All crews' pieces, and the sequence in which one crew's piece begins.
-
-    Fields:
-        batch: the sequence.
-        batch_begin: the position in the line of that sequence's first block.
-    """
+    """All crews' pieces, and the sequence in which one crew's piece begins."""
 
     pieces: Chunks
-    batch: int
-    batch_begin: int
+    batch: int  # the sequence
+    batch_begin: int  # the position in the line of that sequence's first block
 
 
 class WalkCursor(NamedTuple):
-    """A CTA's position.
+    """A CTA's position."""
 
-    Fields:
-        position: in the line of all blocks.
-        batch, tile, block: the same as a sequence, a tile of this sequence, a block of this tile.
-        length: the sequence's length, from `Lengths.read`.
-        following: the next sequence's length, read ahead to hide its latency.
-    """
-
-    position: int
+    position: int  # in the line of all blocks
+    # batch, tile, block: the same as a sequence, a tile of this sequence, a block of this tile.
     batch: int
     tile: int
     block: int
-    length: tuple
-    following: tuple
+    length: tuple  # the sequence's length, from `Lengths.read`
+    following: tuple  # the next sequence's length, read ahead to hide its latency
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The segments of one CTA, in the order in which producer and consumers work on them.
+    """The segments of one CTA, in the order in which producer and consumers work on them."""
 
-    Fields:
-        cut: where tiles may be cut.
-        lengths: the lengths of the sequences.
-        num_m_blocks: row blocks per head; if `lengths` know how many each sequence has, the most.
-        num_groups: heads per sequence, in groups of those that walk together.
-    """
-
-    cut: Cut
-    lengths: Lengths
+    cut: Cut  # where tiles may be cut
+    lengths: Lengths  # the lengths of the sequences
+    # row blocks per head; if `lengths` know how many each sequence has, the most.
     num_m_blocks: Divisor | PlainDivisor
-    num_groups: int
+    num_groups: int  # heads per sequence, in groups of those that walk together
     crew: CtaGroup
     place: Place
 
@@ -518,14 +480,11 @@ def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
 
 @dataclass(frozen=True)
 class HostLengths:
-    """`Lengths` on the host.
+    """`Lengths` on the host."""
 
-    Fields:
-        blocks: key blocks [begin, end) that the queries of each sequence touch.
-        of_rows: row blocks of a head of each sequence, or 0; None if all have equally many.
-    """
-
+    # key blocks [begin, end) that the queries of each sequence touch.
     blocks: Sequence[tuple[int, int]]
+    # row blocks of a head of each sequence, or 0; None if all have equally many.
     of_rows: Sequence[int] | None = None
 
     @property

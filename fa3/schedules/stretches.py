@@ -27,22 +27,15 @@ blocks: a merge takes about as long."""
 
 
 class TileCut(NamedTuple):
-    """How a tile is cut.
+    """How a tile is cut."""
 
-    Fields:
-        start: work of all tiles before it.
-        begin, blocks: its first key block, and how many it has.
-        owner: the CTA that has its first part.
-        cuts: how many there are in the tile: one less than parts.
-        slot: the workspace slot of its first part, if it is cut.
-    """
-
-    start: int
+    start: int  # work of all tiles before it
+    # begin, blocks: its first key block, and how many it has.
     begin: int
     blocks: int
-    owner: int
-    cuts: int
-    slot: int
+    owner: int  # the CTA that has its first part
+    cuts: int  # how many there are in the tile: one less than parts
+    slot: int  # the workspace slot of its first part, if it is cut
 
     @property
     def slots(self):
@@ -51,17 +44,11 @@ class TileCut(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Stretches of work.
+    """Stretches of work."""
 
-    Fields:
-        length: of each, in key blocks.
-        num_ctas: CTAs that have one.
-        are_cut: 1 if tiles are cut; 0 if each is, as a whole, the CTA's of its number.
-    """
-
-    length: int
-    num_ctas: int
-    are_cut: int
+    length: int  # of each, in key blocks
+    num_ctas: int  # CTAs that have one
+    are_cut: int  # 1 if tiles are cut; 0 if each is, as a whole, the CTA's of its number
 
     @classmethod
     def of(cls, work, longest, num_tiles, num_ctas) -> "Stretches":

@@ -20,18 +20,13 @@ NO_SEQUENCE = -1
 
 
 class RowRecord(NamedTuple):
-    """A row of sequences that share tiles, as four words of device memory.
+    """A row of sequences that share tiles, as four words of device memory."""
 
-    Fields:
-        first_key, end_key: the rows of k that it sees, [first_key, end_key).
-        batch: the sequence that it belongs to, or `NO_SEQUENCE`.
-        query: its place among the queries of the sequence.
-    """
-
+    # first_key, end_key: the rows of k that it sees, [first_key, end_key).
     first_key: int
     end_key: int
-    batch: int
-    query: int
+    batch: int  # the sequence that it belongs to, or `NO_SEQUENCE`
+    query: int  # its place among the queries of the sequence
 
     @property
     def is_used(self):
@@ -43,19 +38,14 @@ ROW_RECORD = len(RowRecord._fields)
 
 @dataclass(frozen=True)
 class Intervals(Band):
-    """A row sees the keys of its own interval. Until `at_rows` no row's is known.
-
-    Fields:
-        table: (rows of all tiles, ROW_RECORD), int32, the `RowRecord` of each row; None in a spec.
-        rows: the `RowRecord`s of this thread's rows.
-        begin_k: row of k that the tile's key 0 is.
-    """
+    """A row sees the keys of its own interval. Until `at_rows` no row's is known."""
 
     left: bool = True
     right: bool = True
+    # (rows of all tiles, ROW_RECORD), int32, the `RowRecord` of each row; None in a spec.
     table: object = None
-    rows: tuple[RowRecord, ...] = ()
-    begin_k: object = None
+    rows: tuple[RowRecord, ...] = ()  # the `RowRecord`s of this thread's rows
+    begin_k: object = None  # row of k that the tile's key 0 is
 
     @property
     def templates(self) -> tuple[Template, ...]:

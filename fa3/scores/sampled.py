@@ -16,14 +16,10 @@ from fa3.scores.scores import bind
 
 @dataclass(frozen=True)
 class Sampled:
-    """A host function that calls the user's method at every position.
+    """A host function that calls the user's method at every position."""
 
-    Fields:
-        spec: has the user's score or else the user's mask, and no other.
-        given: the arguments of a call, with tensors of the host.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # has the user's score or else the user's mask, and no other
+    # the arguments of a call, with tensors of the host.
     given: tuple = field(compare=False, repr=False)
 
     entry_name = "sampled"

@@ -148,14 +148,10 @@ class Alibi(Score):
     In a block that the diagonal does not cross, the bias of a row changes by a constant from
     column to column: each score takes one multiply-add with a number known at compile time, and
     the remainder is a shift of the row.
-
-    Fields:
-        slopes: (heads,) or (batch, heads), float32.
-        is_causal: whether no query sees keys after its own position; then `abs` is not needed.
     """
 
-    slopes: object
-    is_causal: bool
+    slopes: object  # (heads,) or (batch, heads), float32
+    is_causal: bool  # whether no query sees keys after its own position; then `abs` is not needed
 
     hides = False
     bends = False
@@ -256,19 +252,12 @@ def bind(spec: AttentionSpec, modifiers: Iterable | None) -> tuple:
 
 @dataclass(frozen=True)
 class ScorePipeline:
-    """What happens to the scores of one tile between Q K^T and the softmax.
+    """What happens to the scores of one tile between Q K^T and the softmax."""
 
-    Fields:
-        scores: applied one after another.
-        units: the unit before each score, then the unit after the last.
-        rows: for each score what its `at_rows` gave for this tile.
-        mask: the mask of the tile's head.
-    """
-
-    scores: tuple[Score, ...]
-    units: tuple
-    rows: tuple
-    mask: object
+    scores: tuple[Score, ...]  # applied one after another
+    units: tuple  # the unit before each score, then the unit after the last
+    rows: tuple  # for each score what its `at_rows` gave for this tile
+    mask: object  # the mask of the tile's head
     coords: ScoreCoords
     sequence: object
 

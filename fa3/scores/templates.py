@@ -45,19 +45,12 @@ def tensors_of(instance: object) -> Iterator[tuple[str, object]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """An object without its tensors.
+    """An object without its tensors."""
 
-    Fields:
-        kind: the object's class.
-        constants: names and values of its plain fields.
-        constant_types: their types.
-        tensors: names and types of its tensor fields.
-    """
-
-    kind: type
-    constants: tuple[tuple[str, Hashable], ...]
-    constant_types: tuple[object, ...]
-    tensors: tuple[TensorType, ...]
+    kind: type  # the object's class
+    constants: tuple[tuple[str, Hashable], ...]  # names and values of its plain fields
+    constant_types: tuple[object, ...]  # their types
+    tensors: tuple[TensorType, ...]  # names and types of its tensor fields
 
     @classmethod
     def of(cls, instance: object) -> "Template":

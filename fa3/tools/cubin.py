@@ -29,17 +29,11 @@ OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 @dataclass(frozen=True)
 class CubinReport:
-    """Resources and instructions of the one kernel in a cubin.
+    """Resources and instructions of the one kernel in a cubin."""
 
-    Fields:
-        registers: registers a thread has at launch; setmaxnreg moves them between warpgroups.
-        stack_bytes: local memory of a thread. A kernel that spills has some.
-        threads: threads of a CTA.
-    """
-
-    registers: int
-    stack_bytes: int
-    threads: int
+    registers: int  # registers a thread has at launch; setmaxnreg moves them between warpgroups
+    stack_bytes: int  # local memory of a thread. A kernel that spills has some.
+    threads: int  # threads of a CTA
     cubin: bytes = field(repr=False)
 
     @cached_property

@@ -49,20 +49,14 @@ PATIENCE = 60
 
 
 class Samples(NamedTuple):
-    """Where the two versions are compared: in every sequence and head of a call.
+    """Where the two versions are compared: in every sequence and head of a call."""
 
-    Fields:
-        sizes: batch, heads, seqlen_q and seqlen_k of the call.
-        queries, keys: the places that are compared, as tensors.
-        places: (4, n), int32: all positions in this grid, batch first.
-        logits: (n,), float32, drawn.
-    """
-
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int, int]  # batch, heads, seqlen_q and seqlen_k of the call
+    # queries, keys: the places that are compared, as tensors.
     queries: torch.Tensor
     keys: torch.Tensor
-    places: torch.Tensor
-    logits: torch.Tensor
+    places: torch.Tensor  # (4, n), int32: all positions in this grid, batch first
+    logits: torch.Tensor  # (n,), float32, drawn
 
     @classmethod
     def of(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> "Samples":
@@ -280,10 +274,11 @@ def check_ranges(spec: AttentionSpec, tensors: tuple, seen: torch.Tensor, sample
     _, mask, _ = bind(spec, map(HostTensor, tensors))
     function, keys = mask.function, samples.keys
     rows_of_keys = seen.bool().view(-1, len(samples.queries), len(keys))
+    queries_of_tiles = samples.queries.split(ROWS_OF_TILE)
     tiles = (
         (pair, queries, tile)
         for pair, visible in zip(samples.pairs, rows_of_keys, strict=True)
-        for queries, tile in zip(*(x.split(ROWS_OF_TILE) for x in (samples.queries, visible)))
+        for queries, tile in zip(queries_of_tiles, visible.split(ROWS_OF_TILE), strict=True)
     )
     for pair, queries, tile in tiles:
         rows = Rows(*pair, int(queries[0]), int(queries[-1]), *samples.sizes[2:])

@@ -48,27 +48,19 @@ that the planner is asked about."""
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The attention of a model, on one GPU.
+    """The attention of a model, on one GPU."""
 
-    Fields:
-        heads_q, heads_kv: query heads, and key/value heads.
-        head_dim, head_dim_v: columns of q and k, and of v.
-        dtype: of q, k and v.
-        windows: what its layers see; several if they differ.
-        softcap: bound of the scores; 0 for none.
-        sinks: whether heads have sinks.
-        has_fp8_cache: whether its cache is float8_e4m3fn.
-    """
-
+    # heads_q, heads_kv: query heads, and key/value heads.
     heads_q: int
     heads_kv: int
+    # head_dim, head_dim_v: columns of q and k, and of v.
     head_dim: int
     head_dim_v: int
-    dtype: str = "bfloat16"
-    windows: tuple[Window, ...] = (CAUSAL,)
-    softcap: float = 0.0
-    sinks: bool = False
-    has_fp8_cache: bool = False
+    dtype: str = "bfloat16"  # of q, k and v
+    windows: tuple[Window, ...] = (CAUSAL,)  # what its layers see; several if they differ
+    softcap: float = 0.0  # bound of the scores; 0 for none
+    sinks: bool = False  # whether heads have sinks
+    has_fp8_cache: bool = False  # whether its cache is float8_e4m3fn
 
     def check(self) -> None:
         """Raise ValueError unless there are kernels for such a model."""

@@ -30,18 +30,12 @@ GRAPH_US = 4000
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """When work is measured.
-
-    Fields:
-        load_s: seconds of work before the first block.
-        idle_s: seconds of idleness before every block.
-        block_ms: measured work of one block.
-    """
+    """When work is measured."""
 
     name: str
-    load_s: float
-    idle_s: float
-    block_ms: float
+    load_s: float  # seconds of work before the first block
+    idle_s: float  # seconds of idleness before every block
+    block_ms: float  # measured work of one block
 
 
 REGIMES = {
