@@ -52,8 +52,7 @@ from fa3.schedules.query_index import (
     QueryTile,
 )
 
-LOADED_AT_ONCE = 2
-"""Of the four times 16 rows of a piece, how many a warp loads at once."""
+LOADED_AT_ONCE = 2  # of the four times 16 rows of a piece, how many a warp loads at once
 
 
 class FusedPrePostprocess(NamedTuple):

@@ -17,8 +17,7 @@ from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec
 
-MMA_GROUPS = 2
-"""MMA warpgroups."""
+MMA_GROUPS = 2  # MMA warpgroups
 
 
 class Registers(NamedTuple):
@@ -35,8 +34,7 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 MANY_GRADIENTS = 144
 """From so many registers of dK and dV on, what hides or changes scores takes some more."""
 
-STAGES = 2
-"""Blocks of Q and of dS in shared memory, and of P if there."""
+STAGES = 2  # blocks of Q and of dS in shared memory, and of P if there
 
 REGISTERS_BY_SPLITS = {1: Registers(32, 208, 64), 2: Registers(24, 216, 56)}
 """Registers of the roles, by `q_splits`."""

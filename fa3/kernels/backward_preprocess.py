@@ -35,8 +35,7 @@ from fa3.schedules.query_index import DenseQueryIndex, PackedQueryIndex, QueryTi
 
 PREPROCESS_THREADS = 256
 
-VECTORS_OF_LANE = 8
-"""Vectors of O and of dO that a lane loads at once: 64 registers."""
+VECTORS_OF_LANE = 8  # vectors of O and of dO that a lane loads at once: 64 registers
 
 
 @dataclass(frozen=True)

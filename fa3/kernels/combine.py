@@ -42,8 +42,7 @@ COLUMNS = LANES * QUAD
 IN_FLIGHT = 9
 """Parts that a group loads at once. With 16 groups that is all, if 132 CTAs share a tile."""
 
-FEW = 4
-"""Parts up to which a group has a row to itself; with more, more groups share it."""
+FEW = 4  # parts up to which a group has a row to itself; with more, more groups share it
 
 
 class TileParts(NamedTuple):

@@ -103,8 +103,7 @@ from fa3.schedules.stream_k import (
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import ScorePipeline, bind
 
-EARLY_BLOCKS = 4
-"""Blocks that a CTA prefetches into L2 while the previous kernel still runs."""
+EARLY_BLOCKS = 4  # blocks that a CTA prefetches into L2 while the previous kernel still runs
 
 EARLY_SEQUENCES = 1024
 """Most sequences for which a CTA finds its piece that early; with more it prefetches nothing."""

@@ -12,8 +12,7 @@ from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec
 
-FP8_BYTES = 1
-"""Bytes of an element of an FP8 cache."""
+FP8_BYTES = 1  # bytes of an element of an FP8 cache
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,9 @@ from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
 
-FEWEST_ROWS = ROWS * min(REGISTERS)
-"""Query rows of a tile, at least."""
-
-OTHER_REGISTERS = 24
-"""Registers that a consumer thread needs besides its fragments of S, P and O."""
-
-DROPOUT_REGISTERS = 8
-"""What of these must be free with dropout."""
+FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
+OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
+DROPOUT_REGISTERS = 8  # what of these must be free with dropout
 
 BOUNDED = 60.0
 """Largest natural logit of bounded scores for which `fixed_reference` takes 0 as the reference.

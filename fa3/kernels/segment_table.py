@@ -47,11 +47,8 @@ WARPS_OF_CTA = CUTTERS // WARP
 MOST_SPLIT_TILES = CUTTERS - 1
 """Tiles, and CTAs of the forward kernel, for which there are threads and parts enough."""
 
-MOST_SEQUENCES = WARP
-"""Sequences that the kernel serves: each warp has a lane for each."""
-
-MOST_WORK = 1 << 30
-"""Key blocks of all tiles that 32 bits can count and multiply safely."""
+MOST_SEQUENCES = WARP  # sequences that the kernel serves: each warp has a lane for each
+MOST_WORK = 1 << 30  # key blocks of all tiles that 32 bits can count and multiply safely
 
 
 class SegmentTableArguments(

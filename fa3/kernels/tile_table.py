@@ -51,21 +51,15 @@ which it has only a part. Measured on an H200 on 2026-11-22: a step of seven chu
 sequences that decode took 952-974 us with 1.5, 947-967 with 2 and 984-990 one after the other; of
 one chunk with 64 x 8k 618 us with 0.68 of the CTAs, some 545 one after the other."""
 
-DECODE_TILE_N = 64
-"""Keys of a block of the decode kernel."""
-
-BLOCKS_OF_ENDS = 1.5
-"""Blocks that take as long as the begin and the end of a tile."""
+DECODE_TILE_N = 64  # keys of a block of the decode kernel
+BLOCKS_OF_ENDS = 1.5  # blocks that take as long as the begin and the end of a tile
 
 KEYS_OF_DECODING = 0.4 * 128
 """So many keys of a block of the forward kernel, times 128 queries, take as long as a block of the
 decode kernel: 1.45 us for 128, and 0.57 us. Measured on an H200 with heads of 128, 2026-11-22."""
 
-AT_ONCE = 8
-"""Lanes that `place_among` asks at once."""
-
-AMOUNTS = SORTERS
-"""Amounts of work that are told apart, one for each thread of the prefix sum."""
+AT_ONCE = 8  # lanes that `place_among` asks at once
+AMOUNTS = SORTERS  # amounts of work that are told apart, one for each thread of the prefix sum
 
 
 class TileTableArguments(NamedTuple):

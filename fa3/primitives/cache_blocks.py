@@ -21,8 +21,7 @@ from fa3.primitives.tma import TmaTensor
 from fa3.primitives.vectors import row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
-SMALLEST_BOX = 8
-"""Fewest keys of one TMA copy: the rows of a swizzle."""
+SMALLEST_BOX = 8  # fewest keys of one TMA copy: the rows of a swizzle
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
 from fa3.primitives.vectors import QUAD
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
-UNIT_OF_PIECE = 16
-"""Columns of a piece are a multiple of this, which is the smallest swizzled unit."""
+UNIT_OF_PIECE = 16  # columns of a piece are a multiple of this, which is the smallest swizzled unit
 
 NOTHING, CLAIMED, STORED = 0, 1, 3
 """Values of a query tile's flag for its first store. Bits are only added, also by later claims."""

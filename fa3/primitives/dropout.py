@@ -34,14 +34,9 @@ from fa3.primitives.coords import ScoreCoords, TransposedCoords
 from fa3.primitives.fragments import PACKED_TYPES, words_of
 from fa3.primitives.philox import WORD_BITS, key_steps, philox
 
-SQUARE = 16
-"""Queries, and keys, of a square."""
-
-COUNTERS = 16
-"""Counters of a square."""
-
-WORDS = 4
-"""Words with two numbers each that a lane has of a square."""
+SQUARE = 16  # queries, and keys, of a square
+COUNTERS = 16  # counters of a square
+WORDS = 4  # words with two numbers each that a lane has of a square
 
 FACTOR = 0x915F77F5
 """What makes two numbers more of a word. It is odd, so each of them is any pattern equally often;
@@ -49,8 +44,7 @@ and a word's four numbers are as good as independent: of the comparisons with a 
 correlated by more than 0.0011 for a dropout of 0.05 to 0.95, and by 0.006 for any."""
 
 NUMBER_BITS = 16
-PATTERNS = 1 << NUMBER_BITS
-"""Bit patterns of a number."""
+PATTERNS = 1 << NUMBER_BITS  # bit patterns of a number
 
 NEGATIVE = 0x7F80
 """Patterns of numbers below 0, which begin at NEGATIVE_INFINITY; as many stand for those above."""

@@ -18,17 +18,10 @@ from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
-CHUNK = 16
-"""Bytes of a chunk: what a lane loads at once, and the unit of a swizzle."""
-
-LARGEST_EXPONENT = 127 + 14
-"""Biased exponent that the largest query of a tile gets in fp16."""
-
-MOST_SCALED = 120
-"""Exponent of the largest power of two that queries are multiplied by."""
-
-CONVERTED = Float16
-"""Element type of queries and of blocks that are multiplied."""
+CHUNK = 16  # bytes of a chunk: what a lane loads at once, and the unit of a swizzle
+LARGEST_EXPONENT = 127 + 14  # biased exponent that the largest query of a tile gets in fp16
+MOST_SCALED = 120  # exponent of the largest power of two that queries are multiplied by
+CONVERTED = Float16  # element type of queries and of blocks that are multiplied
 
 
 class LanePlace:

@@ -19,8 +19,7 @@ from fa3.primitives.vectors import QUAD, VECTOR, as_elements, row_and_vector, ve
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.primitives.workspace import Workspace
 
-PARTS_AT_ONCE = 16
-"""Parts of a row that a warp loads at once when it merges them."""
+PARTS_AT_ONCE = 16  # parts of a row that a warp loads at once when it merges them
 
 
 @dataclass(frozen=True)

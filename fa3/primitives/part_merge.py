@@ -23,8 +23,7 @@ from fa3.primitives.wgmma import ROWS_OF_WARP, WARP
 
 ROWS_OF_THREAD = 2
 
-FLOATS = 4
-"""float32 numbers that a thread moves at once: two columns of both its accumulator rows."""
+FLOATS = 4  # float32 numbers that a thread moves at once: two columns of both its accumulator rows
 
 HAS_COME, HAS_LEFT = 1, 1 << 16
 """A warp adds the first to its counter to take a number, the second when its part is written."""

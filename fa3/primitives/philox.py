@@ -8,16 +8,14 @@ Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
 
 from collections.abc import Callable, Sequence
 
-PHILOX_ROUNDS = 7
-"""The fewest rounds that passed all of the authors' tests."""
+PHILOX_ROUNDS = 7  # the fewest rounds that passed all of the authors' tests
 
 WORD_BITS = 32
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 """What a round multiplies the first and the third word of the counter by."""
 
-WEYL = 0x9E3779B9, 0xBB67AE85
-"""What the key's words grow by from round to round."""
+WEYL = 0x9E3779B9, 0xBB67AE85  # what the key's words grow by from round to round
 
 
 def key_steps(rounds: int = PHILOX_ROUNDS) -> list[tuple[int, int]]:

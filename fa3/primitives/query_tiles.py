@@ -12,11 +12,8 @@ from cutlass import Int32, Int64
 
 from fa3.primitives.vectors import QUAD
 
-STATISTICS = 2
-"""Numbers of a row: its log-sum-exp and its delta."""
-
-PAIR = 2
-"""Neighbouring columns of an accumulator that a thread has."""
+STATISTICS = 2  # numbers of a row: its log-sum-exp and its delta
+PAIR = 2  # neighbouring columns of an accumulator that a thread has
 
 
 class QueryTiles(NamedTuple):

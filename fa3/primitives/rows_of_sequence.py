@@ -5,11 +5,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int64
 
-ROWS_END = 2**30
-"""The row after the last one of every sequence, in a tensor of `ragged_tma_view`."""
-
-WRAP = 2**34
-"""WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits."""
+ROWS_END = 2**30  # the row after the last one of every sequence, in a tensor of `ragged_tma_view`
+WRAP = 2**34  # WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits
 
 
 class DenseRows(NamedTuple):

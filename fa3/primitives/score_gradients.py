@@ -13,8 +13,7 @@ from cutlass import Float32, Int32
 from fa3.primitives.query_tiles import PAIR, place_of_row
 from fa3.primitives.vectors import QUAD, vector_of
 
-LSE, DELTA = 0, 1
-"""Which of a row's statistics."""
+LSE, DELTA = 0, 1  # which of a row's statistics
 
 
 @dataclass(frozen=True)

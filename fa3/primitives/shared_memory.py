@@ -1,10 +1,7 @@
 """Shared memory of a CTA: its capacity, and the columns that a head takes in it."""
 
-CAPACITY = 232_448
-"""Bytes that a CTA may use on sm_90."""
-
-COLUMN_UNIT = 32
-"""Columns of Q, K, V and O in shared memory come in multiples of this."""
+CAPACITY = 232_448  # bytes that a CTA may use on sm_90
+COLUMN_UNIT = 32  # columns of Q, K, V and O in shared memory come in multiples of this
 
 
 def padded(head_dim: int) -> int:

@@ -2,14 +2,9 @@
 
 import cutlass.cute as cute
 
-VECTOR = 8
-"""16-bit elements of a vector."""
-
-QUAD = 4
-"""32-bit elements of a vector."""
-
-FLOAT_BYTES = 4
-"""Bytes of a float32."""
+VECTOR = 8  # 16-bit elements of a vector
+QUAD = 4  # 32-bit elements of a vector
+FLOAT_BYTES = 4  # bytes of a float32
 
 
 def vector_of(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:

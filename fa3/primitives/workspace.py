@@ -8,8 +8,7 @@ from cutlass import Int32, Int64
 RECORD_STRIDE = 8
 """Integers from one record to the next: each record has its own 32-byte sector of memory."""
 
-UNIT = 32
-"""Sizes are rounded up to this many numbers, so that everything is aligned to 128 bytes."""
+UNIT = 32  # sizes are rounded up to this many numbers, so that everything is aligned to 128 bytes
 
 
 def rounded(size):

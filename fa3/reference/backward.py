@@ -21,8 +21,7 @@ from fa3.problem import AttentionSpec, Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.walker import CPU, BlockRows, SequenceRows, Walker, batched
 
-QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128
-"""Sizes of the blocks."""
+QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128  # sizes of the blocks
 
 
 class Wanted(NamedTuple):

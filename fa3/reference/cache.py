@@ -20,8 +20,7 @@ from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import segments
 from fa3.scores.masks import Blocks
 
-NO_TABLES = CacheTables(None, None, None)
-"""Of sequences that are packed, or a whole cache each."""
+NO_TABLES = CacheTables(None, None, None)  # of sequences that are packed, or a whole cache each
 
 
 @dataclass(frozen=True)

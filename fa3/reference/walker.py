@@ -24,8 +24,7 @@ from fa3.schedules.segment import Segment
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import bind
 
-CPU = torch.device("cpu")
-"""Where new tensors are, whatever default the caller has set."""
+CPU = torch.device("cpu")  # where new tensors are, whatever default the caller has set
 
 
 class HostTensor:

@@ -22,8 +22,7 @@ import cutlass.cute as cute
 from fa3.running import code_cache
 from fa3.scores.diagnostics import explain
 
-ARCH = "sm_90a"
-"""What kernels are compiled for."""
+ARCH = "sm_90a"  # what kernels are compiled for
 
 OPTIONS = f"--enable-tvm-ffi --gpu-arch {ARCH}"
 
@@ -67,8 +66,7 @@ class Kernel(Protocol):
         """The host function: a `cute.jit` method that launches the kernel."""
 
 
-LOADED: dict[Kernel, Callable] = {}
-"""The callables of all kernels that this process has loaded."""
+LOADED: dict[Kernel, Callable] = {}  # the callables of all kernels that this process has loaded
 
 
 @dataclass(frozen=True)

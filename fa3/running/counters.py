@@ -28,14 +28,9 @@ RESERVE = 1 << 18
 """Counters that a device sets aside for captures at a time. A graph that needs more allocates and
 zeroes its own."""
 
-FEWEST = 1 << 12
-"""Fewest counters to allocate, so that later, larger calls seldom need new ones."""
-
-ALIGNED = 4
-"""Counters in 16 bytes, as kernels want them to be aligned."""
-
-MOST_STREAMS = 256
-"""Most streams whose counters are kept."""
+FEWEST = 1 << 12  # fewest counters to allocate, so that later, larger calls seldom need new ones
+ALIGNED = 4  # counters in 16 bytes, as kernels want them to be aligned
+MOST_STREAMS = 256  # most streams whose counters are kept
 
 
 @dataclass(slots=True)
@@ -153,8 +148,7 @@ def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
     return made_apart(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
 
 
-NEW_STREAM = threading.RLock()
-"""Held while streams come and go; finalizers may come back to it."""
+NEW_STREAM = threading.RLock()  # held while streams come and go; finalizers may come back to it
 
 
 def counters_of(

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-SEMAPHORE_BYTES = 64
-"""Bytes allocated for a `sem_t`, which is smaller."""
+SEMAPHORE_BYTES = 64  # bytes allocated for a `sem_t`, which is smaller
 
 
 @dataclass(slots=True)
@@ -59,17 +58,13 @@ class Capture:
         return posted.value > 0
 
 
-LIVE: dict[int, Capture] = {}
-"""Captures by CUDA's capture number, which is unique in a process."""
+LIVE: dict[int, Capture] = {}  # captures by CUDA's capture number, which is unique in a process
 
 LOCK = threading.Lock()
 
 
-LEGACY = 0
-"""The handle of the default stream, which cannot be captured."""
-
-PER_THREAD = 2
-"""The handle of `cudaStreamPerThread`, which means a different stream in each thread."""
+LEGACY = 0  # the handle of the default stream, which cannot be captured
+PER_THREAD = 2  # the handle of `cudaStreamPerThread`, which means a different stream in each thread
 
 
 def current_device() -> int:

@@ -10,8 +10,7 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.schedules.order import Schedule, TileOrder
 from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
 
-END = -1
-"""Marks the end of a cluster's column in a table."""
+END = -1  # marks the end of a cluster's column in a table
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:

@@ -15,8 +15,7 @@ from fa3.primitives.vectors import QUAD
 from fa3.schedules.order import Schedule, TileOrder
 from fa3.schedules.segment import Segment
 
-SLOTS = 2
-"""Slots of the mailbox: the producer may fetch this many tiles ahead of the consumers."""
+SLOTS = 2  # slots of the mailbox: the producer may fetch this many tiles ahead of the consumers
 
 
 class DynamicCursor(NamedTuple):
@@ -59,8 +58,7 @@ class Dynamic(Schedule):
     order_of_finish: ClassVar[str] = "relaxed"
     """Memory order of a CTA's last addition; all that it asked for before has been waited for."""
 
-    told: ClassVar[int] = 1
-    """Numbers that the producer tells of a tile: 1, 2 or a multiple of 4."""
+    told: ClassVar[int] = 1  # numbers that the producer tells of a tile: 1, 2 or a multiple of 4
 
     shared_words: ClassVar[int] = 3 * SLOTS
     table: ClassVar[None] = None

@@ -23,11 +23,8 @@ CTAs that found none left (DONE)."""
 
 ANY, TAKEN, DONE = range(3)
 
-MOST_WARPS = 12
-"""Most warps of a tile: 192 rows, 16 per warp."""
-
-ALL_ROWS = (1 << ROWS_OF_WARP) - 1
-"""The word of a warp with all rows marked."""
+MOST_WARPS = 12  # most warps of a tile: 192 rows, 16 per warp
+ALL_ROWS = (1 << ROWS_OF_WARP) - 1  # the word of a warp with all rows marked
 
 
 def words_of_marks(num_tiles):

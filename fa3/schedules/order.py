@@ -147,14 +147,12 @@ class Schedule:
     num_clusters: int
     table: np.ndarray | None
 
-    name: ClassVar[str]
-    """Its name in calls and on the command line."""
+    name: ClassVar[str]  # its name in calls and on the command line
 
     is_persistent: ClassVar[bool] = True
     """Whether a cluster may work on several tiles, one after another."""
 
-    takes_pairs: ClassVar[bool] = True
-    """Whether a cluster may be two CTAs."""
+    takes_pairs: ClassVar[bool] = True  # whether a cluster may be two CTAs
 
     is_searched: ClassVar[bool] = True
     """Whether the planner may choose it; otherwise a caller has to ask for it."""
@@ -165,8 +163,7 @@ class Schedule:
     reads_state: ClassVar[bool] = False
     """Whether the device half reads an int32 tensor: the table or the counters."""
 
-    splits: ClassVar[bool] = False
-    """Whether segments may be parts of tiles."""
+    splits: ClassVar[bool] = False  # whether segments may be parts of tiles
 
     is_ragged: ClassVar[bool] = False
     """Whether its tiles are of packed sequences, from a table in device memory."""
@@ -180,8 +177,7 @@ class Schedule:
     owners: Any = None
     """The cluster of every segment, in order; None if each goes to the first free cluster."""
 
-    parts: Any = None
-    """The segments (`Parts`); None if these are the whole tiles in order."""
+    parts: Any = None  # the segments (`Parts`); None if these are the whole tiles in order
 
     # ------------------------------------------------------------------------------------- host
     @classmethod

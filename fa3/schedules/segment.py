@@ -7,11 +7,8 @@ and on Int32 values inside a kernel.
 
 from typing import Any, NamedTuple
 
-ONLY = 1
-"""`PackedPart.number` of a whole tile."""
-
-MOST_PARTS = 256
-"""A tile has fewer parts than this."""
+ONLY = 1  # `PackedPart.number` of a whole tile
+MOST_PARTS = 256  # a tile has fewer parts than this
 
 MOST_SLOTS = 1 << 14
 """Most parts of all tiles together. A part writes up to 100,000 numbers to the workspace, and 32

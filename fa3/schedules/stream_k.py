@@ -39,8 +39,7 @@ from fa3.schedules.segment import Part, Segment, Tile
 BY_CTA = 2**30
 """Tiles of a `StreamK` whose records are by CTA, if it is not known how many tiles there are."""
 
-MOST_ROOM = 2**30
-"""More blocks than any tile has."""
+MOST_ROOM = 2**30  # more blocks than any tile has
 
 ONE_IDLE_IN = 8
 """Pieces may be so much longer that one crew in so many is idle, if that keeps tiles whole: so few

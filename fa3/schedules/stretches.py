@@ -15,8 +15,7 @@ from fa3.schedules.segment import MOST_PARTS, ONLY
 BLOCKS_OF_TILE = 2
 """Key blocks that take as long as the rest of a tile: its first loads, prologue and epilogue."""
 
-SHORTEST_PART = 3
-"""Key blocks of a part, at least: its begin and end take nearly as long."""
+SHORTEST_PART = 3  # key blocks of a part, at least: its begin and end take nearly as long
 
 SHORTEST_STRETCH = 8
 """Work of a stretch, at least. Of less each tile would have many parts, which one CTA merges."""

@@ -20,17 +20,13 @@ from fa3.schedules.segment import Segment, Tile
 MANY_TILES = 2560
 """Up to this many tiles are all assigned one by one, which costs the host 0.2 us each."""
 
-LATE = 1.005
-"""Last cluster's end over the mean end, from which another assignment is tried."""
-
-STEPS = 8
-"""With more tiles, the first ones are assigned in at most this many steps of whole rounds."""
+LATE = 1.005  # last cluster's end over the mean end, from which another assignment is tried
+STEPS = 8  # with more tiles, the first ones are assigned in at most this many steps of whole rounds
 
 LAST_ROUNDS = 8
 """Rounds after those steps that are assigned one by one; more rounds if their tiles are short."""
 
-TICKS = 1 << 20
-"""Time of the longest tile, in the integer ticks of an assignment."""
+TICKS = 1 << 20  # time of the longest tile, in the integer ticks of an assignment
 
 
 class ListCursor(NamedTuple):

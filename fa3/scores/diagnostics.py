@@ -23,8 +23,7 @@ from cutlass.base_dsl.common import DSLBaseError
 from fa3.primitives.coords import Position
 from fa3.problem import REMEMBERED, AttentionSpec
 
-PYTHON_MATH = re.compile(r"(?<![\w.])math\.(\w+)\(")
-"""A call of Python's module `math`."""
+PYTHON_MATH = re.compile(r"(?<![\w.])math\.(\w+)\(")  # a call of Python's module `math`
 
 OURS = Path(__file__).parent
 THEIRS = Path(cutlass.__file__).parent

@@ -15,8 +15,7 @@ from fa3.primitives.coords import ScoreCoords
 from fa3.scores.masks import Band, Blocks
 from fa3.scores.templates import Template, TensorType
 
-NO_SEQUENCE = -1
-"""The sequence of a row that is not used."""
+NO_SEQUENCE = -1  # the sequence of a row that is not used
 
 
 class RowRecord(NamedTuple):

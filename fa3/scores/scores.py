@@ -40,14 +40,9 @@ from fa3.problem import AttentionSpec
 class Score:
     """Base class of scores: a function of one natural logit and its position."""
 
-    hides = True
-    """Whether `apply` may make a score -inf."""
-
-    bends = True
-    """Whether the derivative of `apply` may be other than 1."""
-
-    bound = math.inf
-    """The largest magnitude of a natural logit after `apply`."""
+    hides = True  # whether `apply` may make a score -inf
+    bends = True  # whether the derivative of `apply` may be other than 1
+    bound = math.inf  # the largest magnitude of a natural logit after `apply`
 
     def score(self, logit, at: Position):
         """The new logit; a `@cute.jit` method of the subclass."""

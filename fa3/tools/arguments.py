@@ -22,11 +22,8 @@ from fa3.tools.models import (
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
-GPU_NAMES = ("H100", "H200")
-"""What `fa3.planning.gpu.GPUS` has."""
-
-USAGE_ERROR = 2
-"""Exit status after wrong arguments."""
+GPU_NAMES = ("H100", "H200")  # what `fa3.planning.gpu.GPUS` has
+USAGE_ERROR = 2  # exit status after wrong arguments
 
 Shape = tuple[int, int, int, int, int, int]
 """batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim."""

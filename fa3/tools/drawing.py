@@ -9,8 +9,7 @@ from fa3.planning.timeline import Timeline
 INK, FAINT, IDLE, HATCH = "#1b2733", "#66727f", "#eef1f4", "#ffffff70"
 TILE_COLOURS = ("#d1495b", "#f4a259", "#e9d985", "#8ac48a", "#2a9d8f", "#1b5e82", "#0d2c54")
 
-NARROWEST_SEAM = 0.1
-"""Most of a tile's width that the seams to its neighbours take."""
+NARROWEST_SEAM = 0.1  # most of a tile's width that the seams to its neighbours take
 
 
 def draw_tile_order(

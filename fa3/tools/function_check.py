@@ -38,14 +38,12 @@ MOST_POSITIONS = 1 << 22
 """Positions that are compared, at most, unless that would leave a head of a sequence fewer than
 four. They take about two seconds."""
 
-ROWS_OF_TILE = 8
-"""Sampled queries whose ranges a mask is asked for together."""
+ROWS_OF_TILE = 8  # sampled queries whose ranges a mask is asked for together
 
 TOLERANCE = 1e-3
 """How far a score's logit may be from the reference's, relative to 1 or the logit's magnitude."""
 
-PATIENCE = 60
-"""Seconds that the method may take on the host."""
+PATIENCE = 60  # seconds that the method may take on the host
 
 
 class Samples(NamedTuple):

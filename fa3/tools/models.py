@@ -10,17 +10,13 @@ from typing import Any
 
 from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, Window
 
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-"""The command line's names of dtypes."""
-
-CACHE_DTYPES = "auto", "fp8"
-"""Of a cache: the model's dtype, or float8_e4m3fn."""
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}  # the command line's names of dtypes
+CACHE_DTYPES = "auto", "fp8"  # of a cache: the model's dtype, or float8_e4m3fn
 
 ROTARIES = {"halves": False, "pairs": True, "none": None}
 """Rotary embeddings by what turns together -> `rotary_interleaved`; None for no embedding."""
 
-PAGE_SIZES = (0, 64)
-"""Page sizes of caches by default; 0 stands for a cache without pages."""
+PAGE_SIZES = (0, 64)  # page sizes of caches by default; 0 stands for a cache without pages
 
 CALLS = {
     "dense": "flash_attn_func",

@@ -14,8 +14,7 @@ from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem
 from fa3.schedules import Segment, Tile
 
-RUNS = 5
-"""Launches of a recording; the last one counts."""
+RUNS = 5  # launches of a recording; the last one counts
 
 NS_PER_US = 1000
 

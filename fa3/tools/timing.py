@@ -21,11 +21,8 @@ Call = Callable[[], object]
 GRAPH_BELOW_US = 200
 """Shorter calls are replayed from a CUDA graph, so that no provider's host time shows."""
 
-LEAD_IN_US = 4000
-"""Work of the same provider before the clock of a block starts."""
-
-GRAPH_US = 4000
-"""Work inside one graph."""
+LEAD_IN_US = 4000  # work of the same provider before the clock of a block starts
+GRAPH_US = 4000  # work inside one graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,8 @@ AnyPlan = Plan | GroupedPlan
 Stopwatch = Callable[[Sequence[AnyPlan]], list[float]]
 """Returns the microseconds of some plans of one problem."""
 
-MOST_PLANS = 6
-"""Plans of a shape that are measured."""
-
-HOPELESS = 1.5
-"""Plans that are predicted to take so many times the shortest time are not measured."""
+MOST_PLANS = 6  # plans of a shape that are measured
+HOPELESS = 1.5  # plans that are predicted to take so many times the shortest time are not measured
 
 LEAST_SHARE = 0.01
 """Share by which a plan must be faster than the planner's choice to be kept instead: two

@@ -56,8 +56,7 @@ SEQLENS = (
 """Batch sizes and lengths that the planner is asked about. Random problems of up to 1M keys, 2,300
 to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 21 times of 4,577."""
 
-MOST_TOKENS = 1 << 20
-"""Most keys of a batch that the planner is asked about."""
+MOST_TOKENS = 1 << 20  # most keys of a batch that the planner is asked about
 
 
 @dataclass(frozen=True)
