@@ -51,7 +51,7 @@ COMMANDS = {
     "plan": "fa3.tools.plan_command:show_plan",
     "compile": "fa3.tools.warmup:run_compile",
     "tune": "fa3.tools.tune:tune_here",
-    "cache": "fa3.tools.cache_command:run_cache",
+    "cache": "fa3.tools.info:run_cache",
     "demo": "fa3.tools.demo:show_demo",
 }
 """What runs a command: a function that takes its options."""

@@ -114,7 +114,9 @@ def shuffle_up(value, distance: int, mask_and_clamp: int) -> int:
 
 def modules() -> dict[str, ModuleType]:
     """Return the DSL that does nothing."""
-    cutlass, cute, dsl = map(ModuleType, ("cutlass", "cutlass.cute", "fa3.primitives.dsl"))
+    cutlass, cute, dsl = map(
+        ModuleType, ("cutlass", "cutlass.cute", "fa3.primitives.shared_memory")
+    )
     unchanged, nothing = (lambda value: value), (lambda: None)
     arch = SimpleNamespace(
         thread_idx=lambda: (HERE.thread, 0, 0), lane_idx=lambda: HERE.lane,
@@ -135,7 +137,7 @@ def modules() -> dict[str, ModuleType]:
         const_expr=unchanged, range_constexpr=range, range=range,
     )  # fmt: skip
     vars(dsl).update(SmemAllocator=Allocator)
-    return {"cutlass": cutlass, "cutlass.cute": cute, "fa3.primitives.dsl": dsl}
+    return {"cutlass": cutlass, "cutlass.cute": cute, "fa3.primitives.shared_memory": dsl}
 
 
 def load(*names: str) -> list[ModuleType]:

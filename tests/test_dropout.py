@@ -23,15 +23,17 @@ from fa3.planning.backward import choose_backward_config
 from fa3.primitives.attention import Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import (
+    PHILOX_ROUNDS,
     WORDS,
     DropoutArguments,
     RandomWords,
     TileDropout,
     TransposedDropout,
+    key_steps,
+    philox,
     threshold_of,
 )
 from fa3.primitives.gradient_mmas import GradientMmas
-from fa3.primitives.philox import PHILOX_ROUNDS, key_steps, philox
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 from fa3.reference.dropout import Dropout
 from fa3.schedules import Dynamic, Tile

@@ -12,8 +12,6 @@ from machine_code import KernelReport, figures
 from pairs import combine, pairs
 
 
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_launches(kind, request):
     with noting_launches() as notes:

@@ -83,7 +83,6 @@ from fa3.primitives import arguments
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts
 from fa3.primitives.gradient_parts import KeySplit, SharedKeyTiles
 from fa3.primitives.query_tiles import (
@@ -94,6 +93,7 @@ from fa3.primitives.query_tiles import (
     number_of_packed_tiles,
 )
 from fa3.primitives.rows_of_sequence import in_batch, ragged_tma_view
+from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import AttentionSpec, Window

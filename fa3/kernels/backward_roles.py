@@ -13,7 +13,6 @@ from cutlass import Float32, Int32, pipeline
 
 from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
-from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
 from fa3.primitives.dq_accumulator import DqAccumulator, DqReduction, DqSemaphore
 from fa3.primitives.dq_step import DqOperands, DqStep
@@ -24,8 +23,7 @@ from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.query_tiles import RowStatistics
 from fa3.primitives.query_walk import EitherWalk, UpwardWalk
-from fa3.primitives.tile_load import tile_loader
-from fa3.primitives.tma import TmaTensor
+from fa3.primitives.tma import TmaTensor, load_run, tile_loader
 from fa3.primitives.turns import NoPingPong, PingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.schedules import Tile

@@ -28,12 +28,11 @@ from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
-from fa3.primitives.dsl import SmemAllocator
-from fa3.primitives.part_sums import Sums, exp
-from fa3.primitives.row_lse import RowLse, shared_by
+from fa3.primitives.output_store import RowLse, shared_by
+from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.softmax import finite
 from fa3.primitives.vectors import QUAD, vector_of
-from fa3.primitives.workspace import Workspace, WorkspaceSize
+from fa3.primitives.workspace import Sums, Workspace, WorkspaceSize, exp
 
 GROUPS = 16
 LANES = 16

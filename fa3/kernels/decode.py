@@ -70,6 +70,7 @@ from fa3.primitives.cache_blocks import (
 from fa3.primitives.divisor import Divisor, PlainDivisor
 from fa3.primitives.fp8_blocks import BlockConverter, convert_rows
 from fa3.primitives.fragments import as_rows_and_columns, convert
+from fa3.primitives.output_store import RowLse, shared_by
 from fa3.primitives.packed_rows import (
     PackedCoords,
     clear_rows,
@@ -80,7 +81,6 @@ from fa3.primitives.packed_rows import (
 )
 from fa3.primitives.part_merge import HAS_COME, HAS_LEFT
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.turns import NoPingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS

@@ -17,11 +17,11 @@ from fa3.kernels.decode_launch import DecodeConfig
 from fa3.primitives.arguments import ELEMENT_TYPES, FP8
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline
-from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.fp8_blocks import CONVERTED, ConvertedPipeline
+from fa3.primitives.output_store import RowLse
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.row_lse import RowLse
+from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec

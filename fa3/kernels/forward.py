@@ -50,17 +50,14 @@ from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBloc
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TileDropout
-from fa3.primitives.dsl import LayoutEnum, SmemAllocator
+from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
-from fa3.primitives.row_lse import RowLse
-from fa3.primitives.row_store import RowStore
 from fa3.primitives.rows_of_sequence import ragged_tma_view
-from fa3.primitives.slab_store import SlabStore
+from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, RowMax
-from fa3.primitives.tile_load import tile_loader
-from fa3.primitives.tma import TmaTensor
+from fa3.primitives.tma import TmaTensor, tile_loader
 from fa3.primitives.turns import PingPong
 from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Window

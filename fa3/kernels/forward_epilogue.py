@@ -15,11 +15,9 @@ from fa3.primitives.attention import Attention
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments
+from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
-from fa3.primitives.row_lse import RowLse
-from fa3.primitives.row_store import RowStore
-from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import WARP, WARPS
 from fa3.schedules import Segment, Tile

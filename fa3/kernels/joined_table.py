@@ -22,8 +22,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from fa3.primitives import arguments
-from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
 from fa3.schedules.joined import HALVES, MultiSequenceRecord, keys_seen

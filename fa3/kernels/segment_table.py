@@ -33,7 +33,7 @@ from fa3.kernels.tile_table import (
 )
 from fa3.primitives import arguments
 from fa3.primitives.divisor import Divisor
-from fa3.primitives.dsl import SmemAllocator
+from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.coverage import END
 from fa3.schedules.ragged import RaggedOrder, TileRecord

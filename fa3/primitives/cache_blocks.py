@@ -15,8 +15,8 @@ from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.primitives.dsl import LayoutEnum
-from fa3.primitives.early import read_early
+from fa3.primitives.ragged_lengths import read_early
+from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.vectors import row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
@@ -152,7 +152,7 @@ class TmaBlocks:
     page_table: cute.Tensor | None  # see `CacheTables`
     box: int
     policy: Int64  # L2 cache policy of the loads
-    # whether the previous kernel may still be running; see `fa3.primitives.early`.
+    # whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
     is_early: bool = False
     # boxes of keys whose copies are issued without a loop; fewer take fewer registers.
     copies_at_once: int = 8

@@ -30,8 +30,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa3.primitives.bulk import add_run, store_run
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
+from fa3.primitives.tma import add_run, store_run
 from fa3.primitives.vectors import QUAD
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 

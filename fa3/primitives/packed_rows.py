@@ -13,11 +13,10 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.part_sums import Sums
-from fa3.primitives.row_lse import RowLse, store_lse
+from fa3.primitives.output_store import RowLse, store_lse, store_row
 from fa3.primitives.vectors import QUAD, VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
-from fa3.primitives.workspace import Workspace
+from fa3.primitives.workspace import Sums, Workspace
 
 PARTS_AT_ONCE = 16  # parts of a row that a warp loads at once when it merges them
 
@@ -94,17 +93,6 @@ def clear_rows(smem: cute.Tensor, begin, thread: Int32):
         row, vector = row_and_vector(thread + i * WARPGROUP, columns)
         if row >= begin:
             cute.autovec_copy(zeros, vector_of(smem[row, None], vector))
-
-
-@cute.jit
-def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
-    """Write a thread's part of an accumulator row, in pairs; its first column is `column`.
-
-    `values` may have more columns than the row.
-    """
-    pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
-    for i in cutlass.range_constexpr(row.shape[0] // 8):
-        cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
 
 
 @cute.jit

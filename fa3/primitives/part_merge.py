@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.row_store import RowStore
+from fa3.primitives.output_store import RowStore
 from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.wgmma import ROWS_OF_WARP, WARP
 

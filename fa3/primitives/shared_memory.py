@@ -1,4 +1,12 @@
-"""Shared memory of a CTA: its capacity, and the columns that a head takes in it."""
+"""Shared memory of a CTA: its capacity, the columns that a head takes, and the DSL's allocator."""
+
+try:  # from version 4.8 on
+    from cutlass.memory import SmemAllocator
+    from cutlass.tensor_utils import LayoutEnum
+except ModuleNotFoundError:
+    from cutlass.utils import LayoutEnum, SmemAllocator
+
+__all__ = ["CAPACITY", "COLUMN_UNIT", "LayoutEnum", "SmemAllocator", "check_fits", "padded"]
 
 CAPACITY = 232_448  # bytes that a CTA may use on sm_90
 COLUMN_UNIT = 32  # columns of Q, K, V and O in shared memory come in multiples of this

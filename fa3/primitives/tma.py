@@ -1,9 +1,14 @@
-"""TMA (tensor memory accelerator): descriptors of global tensors, and a head's tiles to copy."""
+"""TMA (tensor memory accelerator): descriptors of tensors, loads of tiles, copies of plain runs."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
+
+from fa3.primitives.vectors import FLOAT_BYTES
 
 
 class TmaTensor(NamedTuple):
@@ -50,3 +55,94 @@ class TmaTensor(NamedTuple):
             cute.group_modes(smem, 0, 2),
             cute.group_modes(gmem, 0, 2),
         )
+
+
+def tile_loader(
+    tma: TmaTensor,
+    smem: cute.Tensor,
+    pipe,
+    head,
+    rows,
+    copies: int = 1,
+    rank=0,
+    cluster: int = 1,
+    load_more: Callable | None = None,
+) -> Callable:
+    """A function (index, state) -> next state that loads tile `index` of a head into a stage.
+
+    It waits until the stage is free. The loads signal the stage's mbarrier.
+
+    Args:
+        smem: (rows, columns, stages * copies), the stages of the pipeline `pipe`.
+        rows: where the rows of the head's sequence lie.
+        copies: TMA copies that fill one stage, from neighbouring tiles in global memory.
+        rank: this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
+        load_more: (index, state), loads what else belongs to the stage.
+    """
+    to_smem, from_gmem = tma.tiles_of_head(smem, head, rows, rank, cluster)
+    multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
+
+    def load(index, state):
+        pipe.producer_acquire(state)
+        for i in range(copies):
+            cute.copy(
+                tma.atom,
+                from_gmem[None, index * copies + i],
+                to_smem[None, state.index * copies + i],
+                tma_bar_ptr=pipe.producer_get_barrier(state),
+                **multicast,
+            )
+        if load_more is not None:
+            load_more(index, state)
+        state.advance()
+        return state
+
+    return load
+
+
+@cute.jit
+def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
+    """Copy contiguous fp32 numbers to shared memory; an mbarrier counts their bytes.
+
+    One warp calls it; the addresses and the size are multiples of 16 bytes.
+    """
+    size = Int32(cute.size(source) * FLOAT_BYTES)
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                Int32(target.iterator.toint()),
+                source.iterator.toint(),
+                size,
+                Int32(barrier.toint()),
+            ],
+        )
+
+
+@cute.jit
+def store_run(source: cute.Tensor, target: cute.Pointer):
+    """Copy contiguous fp32 numbers in shared memory to global memory; otherwise as `add_run`."""
+    send_run("cp.async.bulk.global.shared::cta.bulk_group", source, target)
+
+
+@cute.jit
+def add_run(source: cute.Tensor, target: cute.Pointer):
+    """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
+
+    One thread calls it, which also waits for the group; alignment is as for `load_run`.
+    """
+    send_run("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", source, target)
+
+
+def send_run(instruction: str, source: cute.Tensor, target: cute.Pointer):
+    """Issue a bulk instruction from shared to global memory, and commit its group."""
+    cute.arch.inline_ptx(
+        f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
+        read_only_args=[
+            target.toint(),
+            Int32(source.iterator.toint()),
+            Int32(cute.size(source) * FLOAT_BYTES),
+        ],
+    )
+    cute.arch.cp_async_bulk_commit_group()

@@ -10,8 +10,16 @@ from typing import NamedTuple
 import torch
 
 from fa3.primitives.coords import Position
-from fa3.primitives.dropout import COUNTERS, FACTOR, SQUARE, DropoutArguments, threshold_of
-from fa3.primitives.philox import WORD_BITS, key_steps, philox
+from fa3.primitives.dropout import (
+    COUNTERS,
+    FACTOR,
+    SQUARE,
+    WORD_BITS,
+    DropoutArguments,
+    key_steps,
+    philox,
+    threshold_of,
+)
 
 WORD_MASK = (1 << WORD_BITS) - 1
 

@@ -13,8 +13,7 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys
-from fa3.primitives.early import read_early
-from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.ragged_lengths import RaggedLengths, read_early
 from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.problem import Problem, Window
 from fa3.schedules.joined import MultiSequenceTile
@@ -153,7 +152,7 @@ class Cached:
     capacity: int  # most keys of a sequence; longer lengths are cut to it
     window: Window
     tile_n: int
-    # whether the previous kernel may still be running; see `fa3.primitives.early`.
+    # whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
     is_early: bool = False
     packed: PackedQueries | None = None  # the queries, if sequences have different numbers of them
     # which rows of K and V each sequence has, if keys are packed.

@@ -6,7 +6,6 @@ happens: plan, compilation for sm_90a, a look at the machine code, the same algo
 
 import argparse
 import random
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -28,16 +27,9 @@ from fa3.tools.timing import QUICK, make_runner, run_rounds
 ROUNDS = 15
 
 
-def prefill(seqlen: int, heads_q: int, heads_kv: int) -> Problem:
-    """One causal sequence of a prompt, in bfloat16, with head_dim 128."""
-    keys = 1, seqlen, heads_kv, 128
-    return Problem.of((1, seqlen, heads_q, 128), keys, keys, causal=True)
-
-
-LLAMA_PREFILL = prefill(seqlen=4096, heads_q=32, heads_kv=8)
-"""One layer of Llama 3 8B reading a prompt."""
-
-SMALL = prefill(seqlen=1024, heads_q=8, heads_kv=2)
+# One layer of Llama 3 8B reading a prompt, and a smaller problem for the CPU.
+LLAMA_PREFILL = Problem.of((1, 4096, 32, 128), *[(1, 4096, 8, 128)] * 2, causal=True)
+SMALL = Problem.of((1, 1024, 8, 128), *[(1, 1024, 2, 128)] * 2, causal=True)
 
 
 def show_demo(options: argparse.Namespace) -> None:
@@ -52,7 +44,12 @@ def show_demo(options: argparse.Namespace) -> None:
     else:
         paragraph("Machine code", machine_code(plan))
         paragraph("Is it right?", compare(SMALL, "cpu"))
-    paragraph("Picture of the plan", picture_of(plan, options.png))
+    picture = f"{options.png.resolve()}: one row for each SM or cluster, one bar for each tile."
+    try:
+        draw_tile_order(plan, plan.simulate(), options.png)
+    except ModuleNotFoundError as error:
+        picture = f"Not drawn: {error}"
+    paragraph("Picture of the plan", picture)
     if not on_hopper:
         paragraph(
             "No kernel ran on a GPU",
@@ -79,10 +76,10 @@ def machine_code(plan: Plan) -> str:
         instructions = report.instructions
     except ModuleNotFoundError as error:
         return f"{text}Instructions were not counted: {error}."
-    loads = report.tma_loads + report.multicast_loads
     return (
-        f"{text}It has {len(instructions):,} instructions: {report.wgmma} matrix products (WGMMA), "
-        f"{loads} loads and {report.tma_stores} stores by TMA, {report.exponentials} exponentials."
+        f"{text}It has {len(instructions):,} instructions: {report.count('HGMMA')} matrix products "
+        f"(WGMMA), {report.count('UTMALDG')} loads and {report.count('UTMASTG')} stores by TMA, "
+        f"{report.count('MUFU.EX2')} exponentials."
     )
 
 
@@ -128,12 +125,3 @@ def time_with_cudnn() -> str:
         f"Median of {ROUNDS} rounds in turn; cuDNN {version} through scaled_dot_product_attention"
     )
     return "\n".join(lines)
-
-
-def picture_of(plan: Plan, png: Path) -> str:
-    """Draw the tile order; where it is, or why it was not drawn."""
-    try:
-        draw_tile_order(plan, plan.simulate(), png)
-    except ModuleNotFoundError as error:
-        return f"Not drawn: {error}"
-    return f"{png.resolve()}: one row for each SM or cluster, one bar for each tile."

@@ -14,10 +14,14 @@ import signal
 import sys
 import tempfile
 import warnings
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, cast
 
+import cutlass
+import cutlass.cute as cute
 import torch
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import from_dlpack
 
 from fa3.calls.modifiers import functions_of
@@ -30,7 +34,6 @@ from fa3.reference.functions import changed, errors_of, lets_through
 from fa3.reference.walker import HostTensor
 from fa3.running.compiler import ARCH, compiled, load_kernel
 from fa3.scores.masks import Mask, Rows, as_integer
-from fa3.scores.sampled import Sampled
 from fa3.scores.scores import Score, bind
 from fa3.scores.templates import Template, tensors_of
 
@@ -76,7 +79,8 @@ class Samples(NamedTuple):
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """Every sequence with every head, in the order of the places."""
-        return list(product(*map(range, self.sizes[:2])))
+        batch, heads, _, _ = self.sizes
+        return list(product(range(batch), range(heads)))
 
     @property
     def extent(self) -> str:
@@ -96,6 +100,40 @@ class Samples(NamedTuple):
         batch, head, query, key = self.places[:, number].tolist()
         _, _, seqlen_q, seqlen_k = self.sizes
         return f"batch {batch}, head {head}, query {query} of {seqlen_q}, key {key} of {seqlen_k}"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A host function that calls the user's method at every position."""
+
+    spec: AttentionSpec  # has the user's score or else the user's mask, and no other
+    operands: tuple = field(compare=False, repr=False)  # the arguments, with tensors of the host
+
+    entry_name = "sampled"
+    is_storable = False
+
+    def arguments(self) -> list:
+        return list(self.operands)
+
+    @cute.jit
+    def __call__(
+        self,
+        tensors: tuple | None,
+        places: cute.Tensor,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        logits: cute.Tensor,
+        results: cute.Tensor,
+    ):
+        """Write new logits, or 1 where a mask lets a key through and else 0, to `results`."""
+        scores, mask, _ = bind(self.spec, tensors)
+        for i in cutlass.range(cute.size(results)):
+            batch, head, query, key = (places[j, i] for j in range(4))
+            at = Position(batch, head, query, key, seqlen_q, seqlen_k)
+            if cutlass.const_expr(len(scores) > 0):
+                results[i] = Float32(scores[0].score(logits[i], at))
+            else:
+                results[i] = Float32(1.0) if Boolean(mask.function.visible(at)) else Float32(0.0)
 
 
 class FunctionCheck(NamedTuple):
@@ -240,7 +278,7 @@ def run_logged(sampled: Sampled, log: int) -> None:
     faulthandler.disable()
     os.dup2(log, 2)
     sys.stderr = os.fdopen(2, "w")
-    compiled(sampled, f"--gpu-arch {ARCH}")(*sampled.given)
+    compiled(sampled, f"--gpu-arch {ARCH}")(*sampled.operands)
 
 
 def compare_versions(

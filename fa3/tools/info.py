@@ -1,18 +1,33 @@
-"""What `python -m fa3 info` prints: GPU, versions, the kernel cache, how many shapes are tuned, and
-the environment variables that fa3 reads."""
+"""What `fa3 info` and `fa3 cache` do.
+
+`info` prints GPU, versions, the kernel cache, how many shapes are tuned, and the environment
+variables that fa3 reads. `cache` shows and clears the folder of compiled kernels. Only files that
+`code_cache` names are ever removed: objects, their locks, and unfinished files of processes that
+have ended. All else in the folder, which may be a shared one, is left alone. As for loading, the
+folder must belong to the user or to root, and no other user may write to it.
+"""
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
+import re
+import time
 from pathlib import Path
 
 import torch
 
-from fa3.running.code_cache import cache_dir
+from fa3.running.code_cache import cache_dir, check_trust
 from fa3.settings import ACCEPTED, SETTINGS
-from fa3.tools.cache_command import kernel_files, megabytes
 
 CACHE_DIR = "FA3_CACHE_DIR"
+
+OBJECT_NAME = re.compile(r"[0-9a-f]{64}\.o")
+LOCK_NAME = re.compile(r"[0-9a-f]{64}\.lock")
+UNFINISHED_NAME = re.compile(r"([0-9a-f]{64}|tuned-[a-z0-9-]+)\.[0-9a-f]{16}\.tmp")
+
+ABANDONED_SECONDS = 3600
+"""Age from which no process still writes an unfinished file: writing takes milliseconds."""
 
 
 def show_info(options: argparse.Namespace) -> None:
@@ -25,13 +40,21 @@ def show_info(options: argparse.Namespace) -> None:
         if capability != "9.0":
             gpu += "; the kernels need 9.0"
         tuned = describe_tuned(properties.name)
+    driver = "none"
+    with contextlib.suppress(OSError):
+        driver = Path("/sys/module/nvidia/version").read_text().strip()
+    cache = "none"
+    try:
+        cache = f"{cache_dir()}, " + ", ".join(count_kernels(cache_dir()))
+    except RuntimeError as error:
+        cache = f"none: {error}"
     for name, value in (
         ("fa3", options.version),
         ("GPU", gpu),
-        ("driver", driver_version()),
+        ("driver", driver),
         ("torch", torch.__version__),
         ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
-        ("cache", describe_cache()),
+        ("cache", cache),
         ("tuned", tuned),
         *(("variable", line) for line in describe_variables()),
     ):
@@ -39,7 +62,7 @@ def show_info(options: argparse.Namespace) -> None:
 
 
 def describe_variables() -> list[str]:
-    """A line for each environment variable that fa3 reads, or that looks as if it did."""
+    """Return a line for each environment variable that fa3 reads, or looks as if it read it."""
     lines = []
     for name, value in SETTINGS.items():
         accepted = " or ".join(ACCEPTED[name])
@@ -52,7 +75,7 @@ def describe_variables() -> list[str]:
 
 
 def describe_tuned(gpu_name: str) -> str:
-    """How many shapes `fa3 tune` has measured on a GPU."""
+    """Return how many shapes `fa3 tune` has measured on a GPU."""
     # Only now, since it imports the compiler.
     from fa3.calls.tuned_plans import tuned_plans
 
@@ -60,19 +83,50 @@ def describe_tuned(gpu_name: str) -> str:
     return f"{count} shape{'s' * (count != 1)}" if count else "no shape"
 
 
-def driver_version() -> str:
-    """The NVIDIA driver's version, as the kernel module tells it."""
+def run_cache(options: argparse.Namespace) -> None:
+    """Show the folder, or remove files from it; takes the options of the command line.
+
+    Raises:
+        PermissionError: the folder may be written to by others, or a file cannot be removed.
+        RuntimeError: there is no folder for kernels.
+    """
+    folder = cache_dir()
+    count, size = count_kernels(folder)
+    reason = None
     try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        return "none"
+        check_trust(folder, folder.stat())
+    except FileNotFoundError:
+        reason = "note", "made with the first kernel"
+    except OSError as error:
+        if options.action == "clear":
+            raise
+        reason = "not used", str(error.strerror)
+    if options.action == "show":
+        number, _ = count.split()
+        lines = ("folder", folder), ("kernels", number), ("size", size), reason
+        for name, value in filter(None, lines):
+            print(f"{name:9} {value}")
+        return
+    # What processes have left that no longer run.
+    before = time.time() - ABANDONED_SECONDS
+    unfinished = (x for x in named(folder, UNFINISHED_NAME) if x.lstat().st_mtime < before)
+    for path in (*named(folder, OBJECT_NAME), *named(folder, LOCK_NAME), *unfinished):
+        path.unlink(missing_ok=True)
+    print(f"removed {count}, {size}")
 
 
-def describe_cache() -> str:
-    """Where compiled kernels are kept, and how many."""
+def named(folder: Path, pattern: re.Pattern) -> list[Path]:
+    """Return the paths in a folder that have names which match; none if there is no folder."""
     try:
-        folder = cache_dir()
-    except RuntimeError as error:
-        return f"none: {error}"
-    files = kernel_files(folder)
-    return f"{folder}, {len(files)} kernels, {megabytes(files)}"
+        return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    except FileNotFoundError:
+        return []
+
+
+def count_kernels(folder: Path) -> tuple[str, str]:
+    """Return the number of compiled kernels in a folder, and their size together."""
+    total, files = 0, named(folder, OBJECT_NAME)
+    for path in files:
+        with contextlib.suppress(OSError):  # just removed
+            total += path.lstat().st_size
+    return f"{len(files)} kernels", f"{total / 1e6:.1f} MB"

@@ -222,9 +222,10 @@ def model_of(preset: str | Path | None, dtype: str | None = None, **options: obj
         model = preset_of(preset)
     elif "heads" in named and "head_dim" in named:
         window = named.get("window_size", CAUSAL if named.get("causal", True) else Window())
-        head_dims = named["head_dim"], named.get("head_dim_v", named["head_dim"])
+        (heads_q, heads_kv), head_dim = named["heads"], named["head_dim"]
         modifiers = {name: named[name] for name in ("softcap", "sinks") if name in named}
-        model = Model(*named["heads"], *head_dims, windows=(window,), **modifiers)
+        head_dim_v = named.get("head_dim_v", head_dim)
+        model = Model(heads_q, heads_kv, head_dim, head_dim_v, windows=(window,), **modifiers)
     else:
         raise ValueError(
             f"heads and head_dim must be given, or a preset; got heads {options.get('heads')} and "

@@ -53,7 +53,7 @@ def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline
 
 
 def hopper_device(device: torch.device | str = "cuda") -> torch.device:
-    """The device with its index; raises ValueError unless it is a Hopper GPU."""
+    """Return the device with its index; raises ValueError unless it is a Hopper GPU."""
     device, seen = torch.device(device), torch.cuda.device_count()
     if device.type != "cuda" or (device.index or 0) >= seen:
         raise ValueError(
@@ -104,11 +104,7 @@ def random_operands(problem: Problem, device: torch.device) -> tuple[torch.Tenso
 def run_recorded(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, list[Note]]:
-    """Run the instrumented kernel `RUNS` times.
-
-    Returns:
-        the output, and the notes of the last run in the order in which they were written.
-    """
+    """Run the instrumented kernel `RUNS` times; return the output and the last run's notes."""
     batch, seqlen_q, heads_q, head_dim = q.shape
     out = q.new_empty(batch, seqlen_q, heads_q, v.shape[-1])
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers

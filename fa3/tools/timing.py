@@ -1,9 +1,8 @@
-"""Times calls on the GPU: each by CUDA events, several in rounds that go through all of them.
+"""Times calls on the GPU for `fa3.tools.tune` and the benchmarks, in rounds, by CUDA events.
 
-For `fa3.tools.tune` and the benchmarks. Two regimes. "steady" is what users get: a while of load
-first, then blocks of work one after the other, so that the power cap sets the clock. "burst" is a
-short block after an idle spell, at full clock. In every round each call runs one block, in random
-order.
+"steady" is what users get: a while of load first, then blocks of work one after the other, so that
+the power cap sets the clock. "burst" is a short block after an idle spell, at full clock. In every
+round each call runs one block, in random order.
 """
 
 import functools
@@ -58,25 +57,9 @@ class Block(NamedTuple):
     end: float
 
 
-class EagerRunner:
-    """Runs calls from the host one by one, through all sets of inputs in turn."""
-
-    launch = "eager"
-
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls = calls
-        self.us = math.nan
-
-    def enqueue(self, count: int) -> int:
-        """Enqueue at least this many calls; return how many."""
-        for i in range(count):
-            self.calls[i % len(self.calls)]()
-        return count
-
-
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream on which a GPU's graphs are captured.
+    """Return the stream on which a GPU's graphs are captured.
 
     torch runs a backward pass on the stream of its forward pass, so a graph of the one alone needs
     the other to have run here.
@@ -84,32 +67,39 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class GraphRunner:
-    """Replays a CUDA graph of many calls."""
+class Runner:
+    """Runs calls from the host one by one, all sets of inputs in turn, or replays a graph of many.
 
-    launch = "graph"
+    Attributes:
+        launch: "eager" or "graph".
+        us: microseconds of a call, as measured last.
+    """
 
-    def __init__(self, calls: list[Call], us: float) -> None:
-        self.us = us
+    launch = "eager"
+
+    def __init__(self, calls: list[Call]) -> None:
         # A replay reads tensors that only the calls may hold.
-        self.calls = calls
-        rotations = math.ceil(GRAPH_US / (us * len(calls)))
-        self.calls_per_graph = rotations * len(calls)
-        self.graph = torch.cuda.CUDAGraph()
+        self.calls, self.us = calls, math.nan
+
+    def capture(self) -> None:
+        """Capture a graph of many calls, which is replayed from now on."""
+        self.launch, self.graph = "graph", torch.cuda.CUDAGraph()
+        rotations = math.ceil(GRAPH_US / (self.us * len(self.calls)))
+        self.calls_per_graph = rotations * len(self.calls)
         with torch.cuda.graph(self.graph, stream=capture_stream(torch.cuda.current_device())):
-            for _ in range(rotations):
-                for call in calls:
-                    call()
+            for call in rotations * self.calls:
+                call()
 
     def enqueue(self, count: int) -> int:
         """Enqueue at least this many calls; return how many."""
+        if self.launch == "eager":
+            for i in range(count):
+                self.calls[i % len(self.calls)]()
+            return count
         replays = math.ceil(count / self.calls_per_graph)
         for _ in range(replays):
             self.graph.replay()
         return replays * self.calls_per_graph
-
-
-Runner = EagerRunner | GraphRunner
 
 
 def run_block(runner: Runner, block_ms: float) -> Block:
@@ -131,7 +121,7 @@ def make_runner(calls: list[Call], graph: bool | None = None) -> Runner:
     for call in calls:
         call()
     torch.cuda.synchronize()
-    runner: Runner = EagerRunner(calls)
+    runner = Runner(calls)
     begin = time.perf_counter()
     runner.enqueue(4)
     torch.cuda.synchronize()
@@ -140,7 +130,7 @@ def make_runner(calls: list[Call], graph: bool | None = None) -> Runner:
     if graph is None:
         graph = runner.us < GRAPH_BELOW_US
     if graph:
-        runner = GraphRunner(calls, runner.us)
+        runner.capture()
         run_block(runner, block_ms=5)
     return runner
 
