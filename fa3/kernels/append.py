@@ -37,7 +37,7 @@ class Rotary:
     """A rotary embedding of the first `dim` columns of a head."""
 
     dim: int  # a multiple of 16
-    # whether neighbouring columns are a pair; otherwise columns i and i + dim / 2 are (GPT-NeoX).
+    # Whether neighbouring columns are a pair; otherwise columns i and i + dim / 2 are (GPT-NeoX).
     interleaved: bool
     dtype: str  # element type of the tables of cosines and sines
 
@@ -246,7 +246,7 @@ class AppendArguments(NamedTuple):
     # (batch,) int32, positions from which the embedding counts; None for seqlens.
     rotary_seqlens: object
     query_step: int  # positions from one query to the next, 0 or 1
-    # what keys and values of an FP8 cache are multiplied by, each (batch, heads_kv) float32; None
+    # What keys and values of an FP8 cache are multiplied by, each (batch, heads_kv) float32; None
     # unless the cache is FP8.
     descales: tuple | None
 
@@ -257,39 +257,28 @@ class AppendArguments(NamedTuple):
         batch, tokens, heads = (cute.sym_int() for _ in range(3))
         new = (tokens,) if kernel.ragged else (batch, tokens)
         cache = cute.sym_int(), cute.sym_int()
-        queries, tables = (None, None), (None, None)
+        rotation, vector = dict.fromkeys(("q", "rotated", "cos", "sin")), arguments.int32_vector
         if rotary is not None:
             rows = (cute.sym_int(),) if kernel.packed else (batch, cute.sym_int())
-            shape = *rows, cute.sym_int(), kernel.head_dim
-            queries = tuple(arguments.tma_tensor(dtype, shape) for _ in queries)
-            shape = cute.sym_int(), rotary.dim // 2
-            tables = tuple(arguments.tma_tensor(rotary.dtype, shape) for _ in tables)
-        ends = arguments.compact_tensor("int32", (cute.sym_int(),)) if kernel.ragged else None
-        rows = arguments.compact_tensor("int32", (batch,)) if kernel.batch_indexed else None
+            queries = dtype, (*rows, cute.sym_int(), kernel.head_dim)
+            table = rotary.dtype, (cute.sym_int(), rotary.dim // 2)
+            kinds = {"q": queries, "rotated": queries, "cos": table, "sin": table}
+            rotation = {name: arguments.tma_tensor(*kind) for name, kind in kinds.items()}
         return cls(
+            **arguments.scalars(cls),
+            **rotation,
             k=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim)),
             v=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim_v)),
             k_cache=arguments.tma_tensor(kernel.cache_dtype, (*cache, heads, kernel.head_dim)),
             v_cache=arguments.tma_tensor(kernel.cache_dtype, (*cache, heads, kernel.head_dim_v)),
-            seqlens=arguments.compact_tensor("int32", (batch,)),
-            new_seqlens=arguments.compact_tensor("int32", (batch,))
-            if kernel.writes_lengths
-            else None,
-            cu_seqlens=ends,
-            batch_idx=rows,
-            page_table=arguments.strided_tensor("int32", 2) if kernel.paged else None,
-            q=queries[0],
-            rotated=queries[1],
-            cos=tables[0],
-            sin=tables[1],
-            cu_seqlens_q=arguments.compact_tensor("int32", (cute.sym_int(),))
-            if kernel.packed
-            else None,
-            rotary_seqlens=arguments.compact_tensor("int32", (batch,)) if kernel.turned else None,
-            query_step=Int32(0),
-            descales=tuple(arguments.strided_tensor("float32", 2) for _ in range(2))
-            if kernel.fp8
-            else None,
+            seqlens=vector(batch),
+            new_seqlens=vector(batch, kernel.writes_lengths),
+            cu_seqlens=vector(exists=kernel.ragged),
+            batch_idx=vector(batch, kernel.batch_indexed),
+            page_table=arguments.strided_tensor("int32", 2, kernel.paged),
+            cu_seqlens_q=vector(exists=kernel.packed),
+            rotary_seqlens=vector(batch, kernel.turned),
+            descales=arguments.descales(2) if kernel.fp8 else None,
         )
 
 
@@ -303,9 +292,9 @@ class Append:
     paged: bool  # whether the cache has a page table
     batch_indexed: bool  # whether `batch_idx` maps sequences to rows of the cache
     ragged: bool  # whether sequences get different numbers of new tokens
-    # the embedding of k and q; None without one, and then the kernel takes no q.
+    # The embedding of k and q; None without one, and then the kernel takes no q.
     rotary: Rotary | None
-    # whether it takes queries of sequences that have different numbers of them.
+    # Whether it takes queries of sequences that have different numbers of them.
     packed: bool = False
     turned: bool = False  # whether the embedding counts from positions of its own
     writes_lengths: bool = False  # whether it writes the sequences' new lengths

@@ -114,7 +114,7 @@ class Backward(AttentionKernel):
     is_ordered: bool = False  # whether key tiles add to dQ in a fixed order
     has_used_q: bool = False  # whether packed sequences have `seqused_q`
     splits: bool = False  # whether CTAs share key tiles, see `fa3.primitives.gradient_parts`
-    # whether dK and dV are fp32. Then `splits` is True, if only with one part.
+    # Whether dK and dV are fp32. Then `splits` is True, if only with one part.
     writes_fp32: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward"

@@ -72,15 +72,12 @@ class FusedPrePostprocess(NamedTuple):
         self,
         spec: cutlass.Constexpr[AttentionSpec],
         config: cutlass.Constexpr[BackwardConfig],
-        ticket: cute.Tensor,
+        ticket: cute.Tensor,  # (1,), int32 in shared memory, for the number of the next share
         warp_idx: Int32,
     ):
         """Preprocess the remaining queries, if this CTA is one of the first; all warps call this.
 
         A CTA that is done takes another share, which may belong to a CTA that cannot run yet.
-
-        Args:
-            ticket: (1,), int32 in shared memory, for the number of the next share.
         """
         if self.call.num_tiles < self.groups.num_tiles:
             shares = cutlass.min(Int32(PREPROCESS_SHARES), cute.arch.grid_dim()[0])
@@ -200,14 +197,11 @@ class FusedPrePostprocess(NamedTuple):
         self,
         spec: cutlass.Constexpr[AttentionSpec],
         config: cutlass.Constexpr[BackwardConfig],
-        order,
+        order,  # of the key tiles
     ):
         """Write dQ piece by piece until none is left; one warp calls this.
 
         Half of a piece is always on its way from memory.
-
-        Args:
-            order: of the key tiles.
         """
         pieces = config.pieces(padded(spec.head_dim))
         convert = ConvertDq.of(pieces, config.tile_m, self.call, self.dq, self.scale)

@@ -75,11 +75,11 @@ class BackwardConfig:
     tile_m: int  # queries of a block
     tile_n: int  # keys of a CTA's tile
     do_stages: int = STAGES  # blocks of dO in shared memory
-    # tiles of K in shared memory; with 2 the next K arrives before this tile is done.
+    # Tiles of K in shared memory; with 2 the next K arrives before this tile is done.
     k_stages: int = STAGES
     warpgroups_share_keys: bool = False  # see above
     q_splits: int = 1  # see above; 1, or 2 where warpgroups have keys of their own
-    # rows whose statistics a thread reads at once: 4, all before they are needed, or 2, which takes
+    # Rows whose statistics a thread reads at once: 4, all before they are needed, or 2, which takes
     # fewer registers.
     stats_vector: int = QUAD
 
@@ -211,7 +211,7 @@ class BackwardArguments(NamedTuple):
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
-    # key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`. Parts of key tiles
+    # Key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`. Parts of key tiles
     # count as heads.
     heads_per_group: int
     num_clusters: int  # the number of CTAs to launch
@@ -220,7 +220,7 @@ class BackwardArguments(NamedTuple):
     table: object = None  # int32, the tiles of packed sequences; None without
     num_sequences: int | None = None  # number of packed sequences; None without
     dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
-    # how CTAs share key tiles; None if each CTA has key tiles alone.
+    # How CTAs share key tiles; None if each CTA has key tiles alone.
     split: "SplitArguments | None" = None
     # 1 if odd head groups have the first keys first (`fa3.primitives.query_walk`), 0 if not; None
     # for a kernel in which they never have.
@@ -230,26 +230,21 @@ class BackwardArguments(NamedTuple):
     def symbolic(cls, kernel, sizes: "CallSizes") -> "BackwardArguments":
         """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
-        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
-        kinds = kernel.has_dq_flags, schedule.is_ragged, kernel.has_used_q
-        keys, values = sizes.of_keys(spec, spec.head_dim), sizes.of_keys(spec, spec.head_dim_v)
+        is_ragged, vector = schedule.is_ragged, arguments.int32_vector
+        kinds = kernel.has_dq_flags, is_ragged, kernel.has_used_q
         return cls(
+            **arguments.scalars(cls),
             q=sizes.of_queries(spec, spec.head_dim),
-            k=keys,
-            v=values,
+            k=sizes.of_keys(spec, spec.head_dim),
+            v=sizes.of_keys(spec, spec.head_dim_v),
             dq=sizes.of_queries(spec, spec.head_dim),
             dk=sizes.of_keys(spec, spec.head_dim, kernel.writes_fp32),
             dv=sizes.of_keys(spec, spec.head_dim_v, kernel.writes_fp32),
-            modifiers=modifiers or None,
-            softmax_scale=Float32(0.0),
-            window_left=Int32(0),
-            window_right=Int32(0),
-            heads_per_group=Int32(0),
-            num_clusters=Int32(0),
+            modifiers=arguments.modifier_tensors(spec),
             preprocess=PreprocessArguments.symbolic(spec, sizes, *kinds),
-            schedule_state=symbolic_i32() if schedule.reads_state else None,
-            table=symbolic_i32() if schedule.is_ragged else None,
-            num_sequences=Int32(0) if schedule.is_ragged else None,
+            schedule_state=vector(exists=schedule.reads_state),
+            table=vector(exists=is_ragged),
+            num_sequences=Int32(0) if is_ragged else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             split=SplitArguments.symbolic() if kernel.splits else None,
             alternates=Int32(0) if kernel.may_alternate else None,
@@ -266,7 +261,8 @@ class SplitArguments(NamedTuple):
 
     @classmethod
     def symbolic(cls) -> "SplitArguments":
-        return cls(Int32(0), Int32(0), symbolic_f32(), symbolic_i32(64))
+        buffers = arguments.float32_buffer(), arguments.int32_vector(cute.sym_int64())
+        return cls(Int32(0), Int32(0), *buffers)
 
 
 class PreprocessArguments(NamedTuple):
@@ -276,12 +272,12 @@ class PreprocessArguments(NamedTuple):
     out: object
     d_out: object
     lse: object  # (batch, heads_q, seqlen_q) float32, natural logarithm
-    # like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
+    # Like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
     d_lse: object
     has_d_lse: int  # 1 with a gradient of the log-sum-exp, else 0
     statistics: object  # receives `RowStatistics`
     dq_accumulator: object  # buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`
-    # of the backward kernel, int32: its schedule's, unless a table has them, then those from
+    # Of the backward kernel, int32: its schedule's, unless a table has them, then those from
     # `PREPROCESS_TICKET` on; receives zeros.
     counters: object
     num_tiles: int  # the number of query tiles to preprocess, the first ones
@@ -305,20 +301,19 @@ class PreprocessArguments(NamedTuple):
     ) -> "PreprocessArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         rows = *sizes.of_batch, sizes.heads_q, sizes.seqlen_q
+        vector, large = arguments.int32_vector, cute.sym_int64
         return cls(
+            **arguments.scalars(cls),
             out=sizes.of_queries(spec, spec.head_dim_v),
             d_out=sizes.of_queries(spec, spec.head_dim_v),
             lse=arguments.compact_tensor("float32", rows),
             d_lse=arguments.compact_tensor("float32", rows),
-            has_d_lse=Int32(0),
-            statistics=symbolic_f32(),
-            dq_accumulator=symbolic_f32(),
-            counters=symbolic_i32(64),
-            num_tiles=Int32(0),
-            dq_is_zeroed=Int32(0),
-            cu_seqlens_q=symbolic_i32() if is_ragged else None,
-            seqused_q=symbolic_i32() if has_used_q else None,
-            dq_flags=symbolic_i32(64) if has_dq_flags else None,
+            statistics=arguments.float32_buffer(),
+            dq_accumulator=arguments.float32_buffer(),
+            counters=vector(large()),
+            cu_seqlens_q=vector(exists=is_ragged),
+            seqused_q=vector(exists=has_used_q),
+            dq_flags=vector(large(), has_dq_flags),
             kept=Float32(0.0) if spec.has_dropout else None,
         )
 
@@ -353,14 +348,3 @@ class CallSizes(NamedTuple):
     def of_keys(self, spec: AttentionSpec, columns: int, is_fp32: bool = False) -> object:
         shape = *self.of_batch, self.seqlen_k, self.heads_kv, columns
         return arguments.tma_tensor("float32" if is_fp32 else spec.dtype, shape)
-
-
-def symbolic_f32() -> object:
-    """A buffer of float32 of any size."""
-    return arguments.compact_tensor("float32", (cute.sym_int64(),))
-
-
-def symbolic_i32(bits: int = 32) -> object:
-    """A buffer of int32, its size a number of 32 or 64 bits."""
-    size = cute.sym_int() if bits == 32 else cute.sym_int64()
-    return arguments.compact_tensor("int32", (size,))

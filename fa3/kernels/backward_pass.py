@@ -18,7 +18,6 @@ from fa3.kernels.backward_launch import (
     CallSizes,
     PreprocessArguments,
     SplitArguments,
-    symbolic_f32,
 )
 from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import TileTable, TileTableArguments
@@ -91,7 +90,7 @@ class PassArguments(NamedTuple):
             )._asdict()
             | BackwardArguments.symbolic(entry.main, sizes)._asdict()
             | ({} if entry.table is None else TileTableArguments.symbolic(entry.table)._asdict())
-            | {"buffer": symbolic_f32(), "groups_preprocessed": Int32(0)}
+            | {"buffer": arguments.float32_buffer(), "groups_preprocessed": Int32(0)}
             | dict.fromkeys(("dq_at", "table_at", "counters_at", "dq_flags_at"), Int64(0))
         )
         if entry.main.splits:

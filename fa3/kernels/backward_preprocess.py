@@ -51,7 +51,7 @@ class TilePreprocess:
     call: PreprocessArguments  # packed tensors in a batch of one
     warps: int  # warps that share a tile; `warp` is the number of one of them
     vectors: cute.Tensor  # (8, rows, 2), the rows of O and dO that a lane has loaded
-    # of the rows whose statistics the lane writes; lanes that share rows divide them up.
+    # Of the rows whose statistics the lane writes; lanes that share rows divide them up.
     lses: cute.Tensor
 
     @classmethod

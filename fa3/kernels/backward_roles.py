@@ -75,7 +75,7 @@ class BackwardTensors(NamedTuple):
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
     dropout: DropoutArguments | None  # None without
     fused: FusedPrePostprocess  # the preprocessing and the dQ conversion inside this kernel
-    # the key tiles that CTAs share; None if each CTA has key tiles alone.
+    # The key tiles that CTAs share; None if each CTA has key tiles alone.
     shared: SharedKeyTiles | None
     alternates: Int32 | None  # of `BackwardArguments`
 

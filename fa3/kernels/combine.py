@@ -139,7 +139,7 @@ class CombineArguments(NamedTuple):
     # (batch, seqlen, heads, head_dim_v), receives the output; (total, heads, head_dim_v) if queries
     # are packed.
     o: object
-    # address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
+    # Address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
     lse: int
     sinks: object = None  # (heads,), or None
     # dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
@@ -158,25 +158,20 @@ class CombineArguments(NamedTuple):
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         batch, seqlen, heads = (cute.sym_int() for _ in range(3))
         rows = (seqlen,) if kernel.is_packed else (batch, seqlen)
-        workspace = dense_o = dense_lse = None
+        source = {"workspace": arguments.float32_buffer()}
         if kernel.qhead_per_kvhead is None:
             parts = cute.sym_int(), batch, seqlen, heads
-            dense_o = arguments.tma_tensor("float32", (*parts, kernel.head_dim_v))
             strides = tuple(cute.sym_int64() for _ in parts)
-            dense_lse = cute.runtime.make_fake_tensor(Float32, parts, strides, assumed_align=4)
-        else:
-            workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
+            source = {
+                "dense_o": arguments.tma_tensor("float32", (*parts, kernel.head_dim_v)),
+                "dense_lse": cute.runtime.make_fake_tensor(
+                    Float32, parts, strides, assumed_align=4
+                ),
+            }
         return cls(
+            **arguments.scalars(cls) | source | {"lse": Int64(0)},
             o=arguments.tma_tensor(kernel.dtype, (*rows, heads, kernel.head_dim_v)),
-            lse=Int64(0),
             sinks=arguments.strided_tensor(kernel.sinks, 1) if kernel.sinks else None,
-            dense_o=dense_o,
-            dense_lse=dense_lse,
-            workspace=workspace,
-            num_records=Int32(0),
-            num_slots=Int32(0),
-            rows=Int32(0),
-            sets=Int32(0),
         )
 
 
@@ -186,10 +181,10 @@ class Combine:
 
     dtype: str  # element type of O
     head_dim_v: int  # columns of O
-    # query heads in a tile's rows, for recorded parts; None for dense parts.
+    # Query heads in a tile's rows, for recorded parts; None for dense parts.
     qhead_per_kvhead: int | None
     sinks: str | None  # dtype of the heads' sinks, or None
-    # whether the queries of sequences are packed, in tensors without a batch.
+    # Whether the queries of sequences are packed, in tensors without a batch.
     is_packed: bool = False
 
     entry_name: ClassVar[str] = "fa3_combine"

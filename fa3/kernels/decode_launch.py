@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int64
 
 from fa3.primitives import arguments
 from fa3.primitives.arguments import FP8
@@ -25,7 +25,7 @@ class DecodeConfig:
     # CTAs for which an SM has room; with two, CTAs of the next call come early. From an FP8 cache
     # both are of one call.
     ctas_of_sm: int = 1
-    # blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
+    # Blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
     converted_stages: int = 0
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
@@ -58,7 +58,7 @@ class DecodeArguments(NamedTuple):
     k: object
     v: object
     o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
-    # address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
+    # Address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
     # (heads_q, total_q) if packed.
     lse: int
     cu_seqlens_q: object  # (batch + 1,) int32, where packed queries begin and end; None without
@@ -73,11 +73,11 @@ class DecodeArguments(NamedTuple):
     leftpad: object
     page_table: object  # (batch, pages) int32; None without pages
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
-    # what keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
+    # What keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
     # float32; None unless the cache is FP8.
     descales: tuple | None
     workspace: object  # float32, receives parts of tiles; None if tiles are never cut
-    # address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
+    # Address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
     counters: int
     softmax_scale: float  # factor of Q K^T
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
@@ -92,7 +92,7 @@ class DecodeArguments(NamedTuple):
     num_ctas: int  # CTAs to launch
     width: int  # see `CtaGroups`; 1 with other cuts
     max_seqlen_k: int  # most keys of a sequence, if they are packed
-    # int32, the tiles of the forward kernel that overlaps this one, whose header says how many CTAs
+    # Int32, the tiles of the forward kernel that overlaps this one, whose header says how many CTAs
     # this one has; None without.
     table: object
 
@@ -104,52 +104,24 @@ class DecodeArguments(NamedTuple):
         rows = cute.sym_int(), cache.page_size or cute.sym_int()
         rows = rows[:1] if cache.is_packed else rows
         queries = (seqlen_q,) if kernel.is_packed else (batch, seqlen_q)
-        num_ends, kv_dtype = cute.sym_int(), FP8 if cache.is_fp8 else spec.dtype
-        descales = None
-        if cache.is_fp8:
-            count = 3 if kernel.has_fp8_q else 2
-            descales = tuple(arguments.strided_tensor("float32", 2) for _ in range(count))
-        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
-        workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
-
-        def per_sequence(exists: bool):
-            return arguments.compact_tensor("int32", (batch,)) if exists else None
-
-        def ends(exist: bool):
-            return arguments.compact_tensor("int32", (num_ends,)) if exist else None
-
+        ends, kv_dtype = cute.sym_int(), FP8 if cache.is_fp8 else spec.dtype
+        q_dtype = FP8 if kernel.has_fp8_q else spec.dtype
+        vector, address = arguments.int32_vector, Int64(0)
         return cls(
-            q=arguments.tma_tensor(
-                FP8 if kernel.has_fp8_q else spec.dtype, (*queries, heads_q, spec.head_dim)
-            ),
+            **arguments.scalars(cls) | {"lse": address, "counters": address},
+            q=arguments.tma_tensor(q_dtype, (*queries, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(kv_dtype, (*rows, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(kv_dtype, (*rows, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim_v)),
-            lse=Int64(0),
-            cu_seqlens_q=ends(kernel.is_packed),
-            seqused_q=per_sequence(kernel.has_used_q),
-            cu_seqlens_k=ends(cache.is_packed),
-            seqlens=per_sequence(cache.has_seqlens),
-            seqlen_new=Int32(0),
-            batch_idx=per_sequence(cache.batch_indexed),
-            leftpad=per_sequence(cache.left_padded),
-            page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
-            modifiers=modifiers or None,
-            descales=descales,
-            workspace=workspace if kernel.cut_type.has_parts else None,
-            counters=Int64(0),
-            softmax_scale=Float32(0.0),
-            window_left=Int32(0),
-            window_right=Int32(0),
-            num_splits=Int32(0),
-            unit_blocks=Int32(0),
-            max_parts=Int32(0),
-            longest_unit=Int32(0),
-            max_seqlen_q=Int32(0),
-            num_ctas=Int32(0),
-            width=Int32(0),
-            max_seqlen_k=Int32(0),
-            table=arguments.compact_tensor("int32", (cute.sym_int(),))
-            if kernel.overlaps_forward
-            else None,
+            cu_seqlens_q=vector(ends, kernel.is_packed),
+            seqused_q=vector(batch, kernel.has_used_q),
+            cu_seqlens_k=vector(ends, cache.is_packed),
+            seqlens=vector(batch, cache.has_seqlens),
+            batch_idx=vector(batch, cache.batch_indexed),
+            leftpad=vector(batch, cache.left_padded),
+            page_table=arguments.strided_tensor("int32", 2, cache.page_size > 0),
+            modifiers=arguments.modifier_tensors(spec),
+            descales=arguments.descales(2 + kernel.has_fp8_q) if cache.is_fp8 else None,
+            workspace=arguments.float32_buffer(kernel.cut_type.has_parts),
+            table=vector(exists=kernel.overlaps_forward),
         )

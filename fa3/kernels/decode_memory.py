@@ -52,7 +52,7 @@ class DecodeOperands(NamedTuple):
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
     descales: tuple | None  # see `DecodeArguments`
     table: cute.Tensor | None  # says how many CTAs overlap the forward kernel; None without it
-    # address of the counters of tiles with parts: how many CTAs have come, and have left. A tile
+    # Address of the counters of tiles with parts: how many CTAs have come, and have left. A tile
     # has its first slot's. 0 if `kernels.combine` merges.
     counters: Int64
 

@@ -27,33 +27,48 @@ from fa3.scores.scores import ScorePipeline
 
 
 class ForwardOperands(NamedTuple):
-    """The global tensors."""
+    """The global tensors.
 
-    # q, k, v, o: (seqlen, head_dim, heads, batch); k and v of a cache with pages are (page_size,
-    # head_dim, heads, pages).
+    Fields:
+        q, k, v, o: (seqlen, head_dim, heads, batch); k and v of a cache with pages are
+            (page_size, head_dim, heads, pages).
+        lse: of (batch, heads, seqlen_q).
+        heads_of_key: query heads that share one key/value head.
+        modifiers: the tensors of the spec's scores, mask and sinks.
+        rows: writes single rows of O; None if only whole tiles are written.
+        parts: merges split tiles; None if no tile is split.
+        marks: rows that a first launch marks and a second computes again; None without a second.
+        recorder: records the times of every tile in an instrumented kernel.
+        page_table: (batch, pages) int32, the page numbers of a sequence; None without pages.
+        dropout: None without.
+    """
+
     q: TmaTensor
     k: TmaTensor
     v: TmaTensor
     o: TmaTensor
-    lse: RowLse  # of (batch, heads, seqlen_q)
-    heads_of_key: Divisor  # query heads that share one key/value head
-    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
-    rows: RowStore | None  # writes single rows of O; None if only whole tiles are written
-    parts: PartMerge | None  # merges split tiles; None if no tile is split
-    # rows that a first launch marks and a second computes again; None without a second.
+    lse: RowLse
+    heads_of_key: Divisor
+    modifiers: tuple | None
+    rows: RowStore | None
+    parts: PartMerge | None
     marks: RecomputeMask | None
-    recorder: Recorder | NoRecorder  # records the times of every tile in an instrumented kernel
-    # (batch, pages) int32, the page numbers of a sequence; None without pages.
+    recorder: Recorder | NoRecorder
     page_table: cute.Tensor | None
-    dropout: DropoutArguments | None  # None without
+    dropout: DropoutArguments | None
 
 
 class TileContext(NamedTuple):
-    """What a CTA works on."""
+    """What a CTA works on.
+
+    Fields:
+        segment: what its cluster works on.
+        tile: the CTA's own tile.
+    """
 
     sequences: Dense | Ragged | MultiSequence
-    segment: Segment  # what its cluster works on
-    tile: Tile  # the CTA's own tile
+    segment: Segment
+    tile: Tile
 
 
 class ForwardEpilogue(AttentionKernel):

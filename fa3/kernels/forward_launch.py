@@ -13,9 +13,14 @@ from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
 
-FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
-OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
-DROPOUT_REGISTERS = 8  # what of these must be free with dropout
+FEWEST_ROWS = ROWS * min(REGISTERS)
+"""Query rows of a tile, at least."""
+
+OTHER_REGISTERS = 24
+"""Registers that a consumer thread needs besides its fragments of S, P and O."""
+
+DROPOUT_REGISTERS = 8
+"""What of these must be free with dropout."""
 
 BOUNDED = 60.0
 """Largest natural logit of bounded scores for which `fixed_reference` takes 0 as the reference.
@@ -24,23 +29,32 @@ Rows for which that fails are computed again."""
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Tiling of the forward kernel."""
+    """Tiling of the forward kernel.
 
-    tile_m: int  # query rows of a CTA's tile, 64 for each consumer warpgroup
-    tile_n: int  # keys of a block
-    q_stages: int = 1  # Q tiles in shared memory; with two, the next tile's Q is loaded early
-    kv_stages: int = 2  # blocks of K, and of V, in shared memory
-    cluster_m: int = 1  # CTAs along M that share K and V by multicast (1 or 2)
-    # whether O has its own shared memory. If not, O is staged in Q's buffer, and the next Q is
-    # loaded only after O has been stored.
+    Fields:
+        tile_m: query rows of a CTA's tile, 64 for each consumer warpgroup.
+        tile_n: keys of a block.
+        q_stages: Q tiles in shared memory; with two, the next tile's Q is loaded early.
+        kv_stages: blocks of K, and of V, in shared memory.
+        cluster_m: CTAs along M that share K and V by multicast (1 or 2).
+        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it
+            divides the query heads of a key/value head. They walk the same key blocks, even under
+            a mask.
+        fixed_reference: whether the softmax subtracts a fixed number instead of the running
+            maximum: the maximum of a row's first block of visible keys, or 0 if scores are
+            bounded (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked;
+            a second launch with the config `recompute` computes them.
+        own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
+            next Q is loaded only after O has been stored.
+    """
+
+    tile_m: int
+    tile_n: int
+    q_stages: int = 1
+    kv_stages: int = 2
+    cluster_m: int = 1
     own_o: bool = True
-    # CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it divides the
-    # query heads of a key/value head. They walk the same key blocks, even under a mask.
     cluster_h: int = 1
-    # whether the softmax subtracts a fixed number instead of the running maximum: the maximum of a
-    # row's first block of visible keys, or 0 if scores are bounded
-    # (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked; a second launch with
-    # the config `recompute` computes them.
     fixed_reference: bool = False
 
     @property
@@ -129,44 +143,60 @@ class ForwardConfig:
 
 
 class ForwardArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last."""
+    """The arguments of a launch, in this order; the stream comes last.
 
-    # (batch, seqlen_q, heads_q, head_dim); packed sequences have no batch, here and below:
-    # (total_q, heads_q, head_dim).
+    Fields:
+        q: (batch, seqlen_q, heads_q, head_dim); packed sequences have no batch, here and below:
+            (total_q, heads_q, head_dim).
+        k: (batch, seqlen_k, heads_kv, head_dim).
+        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
+        lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
+            none. (heads_q, total_q) if packed.
+        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
+        softmax_scale: factor of Q K^T.
+        window_left, window_right: keys seen before and after a query's own; where they are bounded.
+        heads_per_section: of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
+        num_clusters: clusters to launch.
+        schedule_state: int32; the schedule's table, counters or marks.
+        part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
+        part_counters: (slots * warps,) int32, zero.
+        num_slots: parts of all tiles.
+        marks: (`RecomputeMask.size`,) int32, zero; None if no row can be marked, and anything if
+            the launch of a kernel that could mark rows follows the running maximum.
+        recording: int64; None except in an instrumented kernel.
+        table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
+        page_table: (batch, pages) int32, where k and v are a cache with pages: then they are
+            (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
+            without pages.
+        overlaps_decode: 1 if the kernel before is the decode kernel, which takes other sequences of
+            the same call and lets this one overlap it; else 0. None without a table.
+        dropout: see `DropoutArguments`; None without.
+        online_max: whether the softmax is online, 0 or 1, if the kernel has the code of both kinds
+            of row max; else None.
+    """
+
     q: object
-    k: object  # (batch, seqlen_k, heads_kv, head_dim)
-    v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
-    o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
-    # address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
-    # (heads_q, total_q) if packed.
+    k: object
+    v: object
+    o: object
     lse: int
-    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
-    softmax_scale: float  # factor of Q K^T
-    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
+    modifiers: tuple | None
+    softmax_scale: float
     window_left: int
     window_right: int
-    heads_per_section: int  # of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`
-    num_clusters: int  # clusters to launch
-    schedule_state: object = None  # int32; the schedule's table, counters or marks
-    # (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
+    heads_per_section: int
+    num_clusters: int
+    schedule_state: object = None
     part_buffer: object = None
-    part_counters: object = None  # (slots * warps,) int32, zero
-    num_slots: int = 0  # parts of all tiles
-    # (`RecomputeMask.size`,) int32, zero; None if no row can be marked, and anything if the launch
-    # of a kernel that could mark rows follows the running maximum.
+    part_counters: object = None
+    num_slots: int = 0
     marks: object = None
-    recording: object = None  # int64; None except in an instrumented kernel
-    # int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
+    recording: object = None
     table: object = None
-    # (batch, pages) int32, where k and v are a cache with pages: then they are (num_pages,
-    # page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache without pages.
     page_table: object = None
-    # 1 if the kernel before is the decode kernel, which takes other sequences of the same call and
-    # lets this one overlap it; else 0. None without a table.
     overlaps_decode: object = None
-    dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
-    # whether the softmax is online, 0 or 1, if the kernel has the code of both kinds of row max;
-    # else None.
+    dropout: DropoutArguments | None = None
     online_max: object = None
 
     @classmethod

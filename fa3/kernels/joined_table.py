@@ -57,20 +57,16 @@ class MultiSequenceTableArguments(NamedTuple):
     @classmethod
     def symbolic(cls, kernel: "MultiSequenceTable") -> "MultiSequenceTableArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        ends, batch = cute.sym_int(), cute.sym_int()
-
-        def vector(size, exists: bool = True):
-            return arguments.compact_tensor("int32", (size,)) if exists else None
-
+        ends, batch, vector = cute.sym_int(), cute.sym_int(), arguments.int32_vector
         return cls(
             cu_seqlens_q=vector(ends),
             cu_seqlens_k=vector(ends),
             seqused_q=vector(batch, kernel.has_used_q),
             seqused_k=vector(batch, kernel.has_used_k),
             rows=arguments.compact_tensor("int32", (cute.sym_int(), ROW_RECORD)),
-            tiles=vector(cute.sym_int()),
-            table=vector(cute.sym_int()),
-            **dict.fromkeys(cls._fields[7:], Int32(0)),
+            tiles=vector(),
+            table=vector(),
+            **arguments.scalars(cls),
         )
 
 

@@ -71,8 +71,8 @@ class SegmentTableArguments(
     @classmethod
     def symbolic(cls, tiles: TileTable) -> "SegmentTableArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        segments = arguments.compact_tensor("int32", (cute.sym_int(),))
-        return cls(*TileTableArguments.symbolic(tiles), segments, Int32(0), Int32(0))
+        more = arguments.int32_vector(), Int32(0), Int32(0)
+        return cls(*TileTableArguments.symbolic(tiles), *more)
 
 
 def segment_rows(num_tiles: int) -> int:
@@ -145,16 +145,13 @@ class SegmentTable:
         self,
         operands: TileTableOperands,
         order: RaggedOrder,
+        # sequence, place: of this lane: its sequence, and the place of its first record.
         sequence: LaneSequence,
         place: Int32,
         num_tiles: Int32,
     ) -> tuple[Int32, Int32]:
         """The first key block of the tile with this thread's number, and how many it has; none if
-        there is no such tile.
-
-        Args:
-            sequence, place: of this lane: its sequence, and the place of its first record.
-        """
+        there is no such tile."""
         thread, _, _ = cute.arch.thread_idx()
         index = cutlass.max(cutlass.min(thread, num_tiles - 1), 0)
         number, owner = order.heads.quotient(index), Int32(0)

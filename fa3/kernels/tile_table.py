@@ -81,7 +81,7 @@ class TileTableArguments(NamedTuple):
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
-    # sequences with so many queries or fewer get no tiles of queries: another kernel attends to
+    # Sequences with so many queries or fewer get no tiles of queries: another kernel attends to
     # them. 0 if this one does.
     short_queries: int
     qhead_per_kvhead: int  # query heads of a key/value head
@@ -90,18 +90,14 @@ class TileTableArguments(NamedTuple):
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        ends, batch = cute.sym_int(), cute.sym_int()
-
-        def vector(size, exists: bool = True):
-            return arguments.compact_tensor("int32", (size,)) if exists else None
-
+        ends, batch, vector = cute.sym_int(), cute.sym_int(), arguments.int32_vector
         return cls(
             cu_seqlens_q=vector(ends),
             cu_seqlens_k=vector(ends, not kernel.has_cache),
             seqused_q=vector(batch, kernel.has_used_q),
             seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
-            table=vector(cute.sym_int()),
-            **dict.fromkeys(cls._fields[5:], Int32(0)),
+            table=vector(),
+            **arguments.scalars(cls),
         )
 
 
@@ -170,7 +166,7 @@ class TileTable:
     # has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
     has_used_q: bool
     has_used_k: bool
-    # whether tiles are of keys and blocks of queries. Then also rows of k that are not used are in
+    # Whether tiles are of keys and blocks of queries. Then also rows of k that are not used are in
     # a tile, since they too get a gradient.
     is_of_keys: bool = False
     has_cache: bool = False  # whether keys are in a cache, as many as `seqused_k` says
@@ -278,16 +274,12 @@ class TileTable:
     def write_many(
         self,
         operands: TileTableOperands,
-        places: cute.Tensor,
+        places: cute.Tensor,  # room for a number of each amount of work
+        # work_of_warps, of_warps: room for two numbers of each warp, and for one.
         work_of_warps: cute.Tensor,
         of_warps: cute.Tensor,
     ):
-        """Write the table of any number of sequences; one CTA calls this.
-
-        Args:
-            places: room for a number of each amount of work.
-            work_of_warps, of_warps: room for two numbers of each warp, and for one.
-        """
+        """Write the table of any number of sequences; one CTA calls this."""
         thread, _, _ = cute.arch.thread_idx()
         places[thread] = 0
         self.await_lengths(operands, thread)
@@ -377,22 +369,16 @@ class TileTable:
     def write_tiles(
         self,
         operands: TileTableOperands,
-        first: Int32,
+        first: Int32,  # the sequence of lane 0
         of_lane: LaneSequence,
-        upto: Int32,
-        place: Int32,
+        upto: Int32,  # the sum of tiles over the lanes up to this one
+        place: Int32,  # the place of the first record of this lane's sequence
+        # begin, step: of the tiles in order of their sequences, those from `begin` on that this
+        # warp writes, and all those that are so many times `step` further.
         begin: Int32,
         step: Int32,
     ):
-        """Write records of the tiles of a warp's sequences, one a lane.
-
-        Args:
-            first: the sequence of lane 0.
-            upto: the sum of tiles over the lanes up to this one.
-            place: the place of the first record of this lane's sequence.
-            begin, step: of the tiles in order of their sequences, those from `begin` on that this
-                warp writes, and all those that are so many times `step` further.
-        """
+        """Write records of the tiles of a warp's sequences, one a lane."""
         lane = cute.arch.lane_idx()
         total = cute.arch.shuffle_sync(upto, WARP - 1)
         while begin < total:

@@ -29,14 +29,44 @@ def tma_tensor(dtype: str, shape: tuple) -> object:
     return cute.runtime.make_fake_tensor(element, shape, strides, assumed_align=16)
 
 
-def strided_tensor(dtype: str, rank: int) -> object:
-    """A tensor of any sizes and strides."""
+def strided_tensor(dtype: str, rank: int, exists: bool = True) -> object:
+    """A tensor of any sizes and strides; None unless it exists."""
+    if not exists:
+        return None
     element = ELEMENT_TYPES[dtype]
     shape = tuple(cute.sym_int() for _ in range(rank))
     strides = tuple(cute.sym_int64() for _ in range(rank))
     return cute.runtime.make_fake_tensor(
         element, shape, strides, assumed_align=max(1, element.width // 8)
     )
+
+
+def int32_vector(size=None, exists: bool = True) -> object:
+    """Return a contiguous vector of a size, without one of any; None unless it exists."""
+    if not exists:
+        return None
+    return compact_tensor("int32", (cute.sym_int() if size is None else size,))
+
+
+def float32_buffer(exists: bool = True) -> object:
+    """Return a contiguous buffer of any size, also beyond 32 bits; None unless it exists."""
+    return compact_tensor("float32", (cute.sym_int64(),)) if exists else None
+
+
+def scalars(kind: type) -> dict[str, object]:
+    """Return the arguments of a launch that are annotated as int or float, by name."""
+    values = {int: cutlass.Int32(0), float: cutlass.Float32(0.0)}
+    return {name: values[one] for name, one in kind.__annotations__.items() if one in values}
+
+
+def descales(count: int) -> tuple:
+    """Return what keys, values and so on are multiplied by, each (batch, heads_kv)."""
+    return tuple(strided_tensor("float32", 2) for _ in range(count))
+
+
+def modifier_tensors(spec) -> tuple | None:
+    """Return the tensors of a spec's scores, mask and sinks; None without any."""
+    return tuple(strided_tensor(*types) for types in spec.modifier_types) or None
 
 
 def compact_tensor(dtype: str, shape: tuple) -> object:

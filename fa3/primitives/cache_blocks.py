@@ -31,10 +31,10 @@ class CacheLayout:
     page_size: int = 0  # keys of a page; 0 if a sequence's keys are contiguous
     batch_indexed: bool = False  # whether an index maps sequences of the batch to rows of the cache
     left_padded: bool = False  # whether padding comes before a sequence's keys
-    # whether the keys of sequences are packed, in tensors (rows, heads, head_dim). Then the rest is
+    # Whether the keys of sequences are packed, in tensors (rows, heads, head_dim). Then the rest is
     # as it is by default.
     is_packed: bool = False
-    # whether there is a tensor of the sequences' lengths. Without it sequences have all keys that
+    # Whether there is a tensor of the sequences' lengths. Without it sequences have all keys that
     # there is room for. Of packed sequences it says how many of the keys count.
     has_seqlens: bool = True
     is_fp8: bool = False  # whether keys and values are float8_e4m3fn, with scales of their own
@@ -143,7 +143,7 @@ def box_columns(columns: int, dtype) -> int:
 class TmaBlocks:
     """Loads blocks of K or V by TMA, in boxes of `box` keys and up to 128 bytes of columns."""
 
-    # descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of packed
+    # Descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of packed
     # sequences (rows, head_dim, heads). Of these a box may have rows of the next sequence, as it
     # may have what follows a sequence in a cache.
     tma: TmaTensor
@@ -152,9 +152,9 @@ class TmaBlocks:
     page_table: cute.Tensor | None  # see `CacheTables`
     box: int
     policy: Int64  # L2 cache policy of the loads
-    # whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
+    # Whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
     is_early: bool = False
-    # boxes of keys whose copies are issued without a loop; fewer take fewer registers.
+    # Boxes of keys whose copies are issued without a loop; fewer take fewer registers.
     copies_at_once: int = 8
 
     @classmethod

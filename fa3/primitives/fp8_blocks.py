@@ -192,22 +192,17 @@ class ConvertedPipeline:
 
 @cute.jit
 def convert_rows(
+    # (rows, columns), fp16; each 16 bytes have 8 elements of `dtype`, see `fetch_rows`.
     smem: cute.Tensor,
     dtype: cutlass.Constexpr,
-    rows: Int32,
-    largest: cute.Tensor,
-    barrier,
+    rows: Int32,  # how many of them are rows of Q; the others are 0
+    largest: cute.Tensor,  # (4,) int32 in shared memory
+    barrier,  # of the warpgroup
     thread,
 ):
     """Convert a tile's rows of Q in shared memory to fp16, each thread what it has copied there.
 
     Rows in bf16 may be too large or too small for fp16, so a tile is multiplied by a power of two.
-
-    Args:
-        smem: (rows, columns), fp16; each 16 bytes have 8 elements of `dtype`, see `fetch_rows`.
-        rows: how many of them are rows of Q; the others are 0.
-        largest: (4,) int32 in shared memory.
-        barrier: of the warpgroup.
 
     Returns:
         what scores are to be multiplied by.

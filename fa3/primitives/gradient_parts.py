@@ -77,9 +77,9 @@ class SharedKeyTiles(NamedTuple):
 
     split: KeySplit
     tiles: QueryTiles | PackedQueryTiles  # numbers the key tiles (n_block, head_kv, batch)
-    # float32; a slot for each part, with a run for each warp, with quads of each thread.
+    # Float32; a slot for each part, with a run for each warp, with quads of each thread.
     buffer: cute.Tensor
-    # int32, 0 before the kernel; one for each part and warp. The counter of a node of the tree is
+    # Int32, 0 before the kernel; one for each part and warp. The counter of a node of the tree is
     # the counter of its right child's first part.
     counters: cute.Tensor
     # dk, dv: (batch, rows, heads_kv, head_dim), receive the gradients.

@@ -74,13 +74,10 @@ class ColumnStatistics:
         dP: cute.Tensor,
         deltas,
         factors: tuple,
+        # Whether P is negative where it is dropped: then dP counts as 0.
         has_dropout: cutlass.Constexpr,
     ):
-        """dS = P (dP - delta), in place of dP; and times the derivatives of the scores.
-
-        Args:
-            has_dropout: whether P is negative where it is dropped: then dP counts as 0.
-        """
+        """dS = P (dP - delta), in place of dP; and times the derivatives of the scores."""
         for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
             delta = deltas[begin // self.at_once]
             for i in cutlass.range_constexpr(self.at_once):

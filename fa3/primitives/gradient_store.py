@@ -23,7 +23,7 @@ class GradientStore:
     smem: cute.Tensor  # what each MMA warpgroup writes, (64, columns, groups * stages)
     groups: int  # MMA warpgroups
     warpgroups_share_keys: bool  # whether they have columns of the same keys, or each its own keys
-    # a named barrier of the warps that write and the warps that wait for it.
+    # A named barrier of the warps that write and the warps that wait for it.
     written: pipeline.NamedBarrier
 
     @property

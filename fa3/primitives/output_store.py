@@ -71,14 +71,10 @@ class RowStore(NamedTuple):
         acc: cute.Tensor,
         lse: cute.Tensor,
         coords: ScoreCoords,
-        places: tuple,
+        places: tuple,  # (batch, head, row) for each of this thread's rows
         is_written: tuple,
     ):
-        """Write row r of this thread's rows of an accumulator to places[r] where `is_written[r]`.
-
-        Args:
-            places: (batch, head, row) for each of this thread's rows.
-        """
+        """Write this thread's row r of an accumulator to places[r] where `is_written[r]`."""
         rows = as_rows_and_columns(acc)
         for r in cutlass.range_constexpr(len(is_written)):
             if is_written[r]:

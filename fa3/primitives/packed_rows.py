@@ -52,7 +52,7 @@ def fetch_rows(
     mQ: cute.Tensor,
     smem: cute.Tensor,
     tile,
-    queries: tuple,
+    queries: tuple,  # the first row of the sequence's queries, and their number
     qhead_per_kvhead: cutlass.Constexpr,
     thread: Int32,
 ):
@@ -60,9 +60,6 @@ def fetch_rows(
 
     A warpgroup issues cp.async. Rows and columns past the end become 0. If elements of Q are
     smaller than elements of `smem`, each vector takes the first bytes of its place.
-
-    Args:
-        queries: the first row of the sequence's queries, and their number.
     """
     first, seqlen_q = queries
     head_dim = mQ.shape[3]
@@ -102,14 +99,10 @@ def store_rows(
     mO: cute.Tensor,
     row_lse,
     coords: PackedCoords,
-    queries: tuple,
+    queries: tuple,  # the first row of the sequence's queries, and their number
 ):
     """Write a thread's part of a tile's rows (2, columns) to O (batch, rows, heads_q, head_dim_v),
-    and their log-sum-exps to `row_lse`.
-
-    Args:
-        queries: the first row of the sequence's queries, and their number.
-    """
+    and their log-sum-exps to `row_lse`."""
     first, seqlen_q = queries
     for r in cutlass.range_constexpr(cute.size(lse)):
         query, head = coords.query(r), coords.head_of(r)

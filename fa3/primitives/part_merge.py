@@ -90,28 +90,19 @@ class PartMerge:
     @cute.jit
     def finish(
         self,
-        acc_O: cute.Tensor,
-        lse: cute.Tensor,
+        acc_O: cute.Tensor,  # the part's accumulator, divided by its own row sums
+        lse: cute.Tensor,  # its rows' log-sum-exps
         coords: ScoreCoords,
         part,
-        warp: Int32,
-        number: Int32,
+        warp: Int32,  # this warp's index among the tile's warps
+        number: Int32,  # what `take_number` returned
+        # places, is_written: of `RowStore.store`.
         places: tuple,
         is_written: tuple,
-        sinks: tuple | None,
-        registers: cutlass.Constexpr,
+        sinks: tuple | None,  # the rows' sink logits in base 2
+        registers: cutlass.Constexpr,  # registers a thread that parts may take
     ):
-        """Write this part to memory; if it is the last one, merge the tile and write its rows.
-
-        Args:
-            acc_O: the part's accumulator, divided by its own row sums.
-            lse: its rows' log-sum-exps.
-            places, is_written: of `RowStore.store`.
-            warp: this warp's index among the tile's warps.
-            number: what `take_number` returned.
-            sinks: the rows' sink logits in base 2.
-            registers: registers a thread that parts may take.
-        """
+        """Write this part to memory; if it is the last one, merge the tile and write its rows."""
         if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < part.num_parts - 1:
             self.leave(acc_O, lse, part, warp)
         else:

@@ -59,25 +59,18 @@ class TmaTensor(NamedTuple):
 
 def tile_loader(
     tma: TmaTensor,
-    smem: cute.Tensor,
+    smem: cute.Tensor,  # (rows, columns, stages * copies), the stages of the pipeline `pipe`
     pipe,
     head,
-    rows,
-    copies: int = 1,
-    rank=0,
+    rows,  # where the rows of the head's sequence lie
+    copies: int = 1,  # TMA copies that fill one stage, from neighbouring tiles in global memory
+    rank=0,  # this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
     cluster: int = 1,
-    load_more: Callable | None = None,
+    load_more: Callable | None = None,  # (index, state), loads what else belongs to the stage
 ) -> Callable:
     """A function (index, state) -> next state that loads tile `index` of a head into a stage.
 
     It waits until the stage is free. The loads signal the stage's mbarrier.
-
-    Args:
-        smem: (rows, columns, stages * copies), the stages of the pipeline `pipe`.
-        rows: where the rows of the head's sequence lie.
-        copies: TMA copies that fill one stage, from neighbouring tiles in global memory.
-        rank: this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
-        load_more: (index, state), loads what else belongs to the stage.
     """
     to_smem, from_gmem = tma.tiles_of_head(smem, head, rows, rank, cluster)
     multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}

@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
     k: bool = True
     v: bool = True
     sinks: bool = True
-    # whether dK and dV are wanted in fp32, to add up the gradients of several calls.
+    # Whether dK and dV are wanted in fp32, to add up the gradients of several calls.
     fp32_dkv: bool = False
 
 

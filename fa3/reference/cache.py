@@ -90,27 +90,20 @@ def rotate(
 
 def execute_decode(
     plan: DecodePlan,
+    # Packed sequences, of which those are left out that have more queries than the plan has room
+    # for. Without cu_seqlens_k, k and v are a cache, in which seqused_k says the keys of each
+    # sequence, all if None; without cu_seqlens_q, sequences have equally many queries, and q and
+    # out are (batch, seqlen_q, ...), lse is (batch, heads_q, seqlen_q).
     operands: RaggedOperands,
-    max_seqlen_k: int,
+    max_seqlen_k: int,  # no sequence has more keys
+    # softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
-    tables: CacheTables = NO_TABLES,
-    seqlen_new: int = 0,
-    descales: tuple[torch.Tensor, ...] | None = None,
+    tables: CacheTables = NO_TABLES,  # where sequences are in a cache, as tensors
+    seqlen_new: int = 0,  # keys that each sequence has in addition to seqused_k
+    descales: tuple[torch.Tensor, ...] | None = None,  # as `fa3.reference.walker.Walker` takes them
 ) -> None:
-    """Run a plan on CPU tensors.
-
-    Args:
-        operands: packed sequences, of which those are left out that have more queries than the plan
-            has room for. Without cu_seqlens_k, k and v are a cache, in which seqused_k says the
-            keys of each sequence, all if None; without cu_seqlens_q, sequences have equally many
-            queries, and q and out are (batch, seqlen_q, ...), lse is (batch, heads_q, seqlen_q).
-        max_seqlen_k: no sequence has more keys.
-        softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
-        tables: where sequences are in a cache, as tensors.
-        seqlen_new: keys that each sequence has in addition to seqused_k.
-        descales: as `fa3.reference.walker.Walker` takes them.
-    """
+    """Run a plan on CPU tensors."""
     q, k, _, _, _, ends_q, ends_k, used_q, used_k = operands
     sizes, queries, keys = plan.sizes, None, None
     batch = sizes.batch if ends_q is None else len(ends_q) - 1

@@ -28,16 +28,13 @@ NO_BLOCKS = Blocks(0, 0, 0, 0)
 
 def steps(
     plan: Plan,
+    # Of the scores, mask and sinks. Without them a mask of the user's cannot say which blocks it
+    # hides, and only the window limits the blocks.
     tensors: Iterable[torch.Tensor] = (),
+    # Where the rows of the problem's sequences are, if they are no dense batch.
     sequences: Sequence[SequenceRows] | None = None,
 ) -> Iterator[Step]:
-    """Yield a plan's work in rounds: the first tile of every cluster, then the second, and on.
-
-    Args:
-        tensors: of the scores, mask and sinks. Without them a mask of the user's cannot say which
-            blocks it hides, and only the window limits the blocks.
-        sequences: where the rows of the problem's sequences are, if they are no dense batch.
-    """
+    """Yield a plan's work in rounds: the first tile of every cluster, then the second, and on."""
     problem, schedule, config = plan.problem, plan.schedule, plan.config
     if sequences is None:
         sequences = SequenceRows.dense(problem.batch, problem.seqlen_q, problem.seqlen_k)
@@ -70,6 +67,7 @@ def steps(
 
 def execute(
     plan: Plan,
+    # operands, softmax_scale, tensors, dropout: as `fa3.reference.walker.Walker` takes them.
     operands: tuple[torch.Tensor | None, ...],
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
@@ -78,9 +76,6 @@ def execute(
     """Run a plan on the CPU tensors of its problem.
 
     A row that sees no key gets 0 with log-sum-exp -inf, or with its sink.
-
-    Args:
-        operands, softmax_scale, tensors, dropout: as `fa3.reference.walker.Walker` takes them.
     """
     problem = plan.problem
     call = Walker(problem.spec, problem.window, operands, softmax_scale, tensors, dropout)

@@ -20,19 +20,14 @@ from fa3.scores.intervals import NO_SEQUENCE, RowRecord
 
 
 def execute_joined(
-    plan: RaggedPlan,
-    window: Window,
+    plan: RaggedPlan,  # of the call's spec
+    window: Window,  # keys that a query sees before and after its own position
     operands: RaggedOperands,
+    # softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
-    """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
-
-    Args:
-        plan: of the call's spec.
-        window: keys that a query sees before and after its own position.
-        softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
-    """
+    """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are."""
     q, k, v, out, lse = operands[:5]
     rows = records_of_rows(plan, operands.lengths, window, len(q))
     is_used = torch.tensor([row.is_used for row in rows[: len(q)]], device=CPU)

@@ -89,7 +89,7 @@ class Step(NamedTuple):
     cluster: int = 0
     rank: int = 0
     heads: int = 1  # query heads that take turns in the rows; all of a key/value head, or one
-    # the first key that each row sees, and the end, where the mask does not say it.
+    # The first key that each row sees, and the end, where the mask does not say it.
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -99,29 +99,21 @@ class Walker:
     def __init__(
         self,
         spec: AttentionSpec,
-        window: Window,
+        window: Window,  # of the mask, keys that a query sees before and after its own position
+        # Q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows, heads_kv,
+        # columns), with pages (pages, page_size, ...); out (batch, rows, heads, head_dim_v) and lse
+        # (batch, heads, rows), float32 or None, which are written. Packed ones have no batch, and
+        # get one here.
         operands: Iterable[torch.Tensor | None],
-        softmax_scale: float,
-        tensors: tuple[torch.Tensor, ...] | None = None,
-        dropout: Dropout | None = None,
-        page_table: torch.Tensor | None = None,
+        softmax_scale: float,  # factor of Q K^T before the softmax; positive
+        tensors: tuple[torch.Tensor, ...] | None = None,  # of the spec's scores, mask and sinks
+        dropout: Dropout | None = None,  # where the spec has it
+        page_table: torch.Tensor | None = None,  # (sequences, pages) int32
+        # What keys, values and, if they are FP8, queries of a cache in FP8 are multiplied by, each
+        # (sequences, heads_kv).
         descales: tuple[torch.Tensor, ...] | None = None,
     ):
-        """Bind scores, mask and sinks to their tensors.
-
-        Args:
-            window: of the mask, keys that a query sees before and after its own position.
-            operands: q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows,
-                heads_kv, columns), with pages (pages, page_size, ...); out (batch, rows, heads,
-                head_dim_v) and lse (batch, heads, rows), float32 or None, which are written.
-                Packed ones have no batch, and get one here.
-            softmax_scale: factor of Q K^T before the softmax; positive.
-            tensors: of the spec's scores, mask and sinks.
-            dropout: where the spec has it.
-            page_table: (sequences, pages) int32.
-            descales: what keys, values and, if they are FP8, queries of a cache in FP8 are
-                multiplied by, each (sequences, heads_kv).
-        """
+        """Bind scores, mask and sinks to their tensors."""
         self.q, self.k, self.v, self.out, self.lse = batched(operands)
         self.spec, self.window, self.tensors = spec, window, tensors or ()
         self.scores, self.mask, self.sinks = bind(spec, tensors)
@@ -233,20 +225,15 @@ class Walker:
     def logits(
         self,
         rows: BlockRows,
-        positions: range,
+        positions: range,  # of the keys
+        # q, k: the block's rows and keys.
         q: torch.Tensor,
         k: torch.Tensor,
-        factor: float,
+        factor: float,  # of Q K^T
         is_masked: bool,
-        has_slope: bool = False,
+        has_slope: bool = False,  # whether the slope is wanted
     ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
         """The scores of a block, (rows, keys), after scores and mask.
-
-        Args:
-            positions: of the keys.
-            q, k: the block's rows and keys.
-            factor: of Q K^T.
-            has_slope: whether the slope is wanted.
 
         Returns:
             the scores; 1 where dropout keeps the weight, else 0; the slope of the scores in

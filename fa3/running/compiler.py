@@ -73,10 +73,10 @@ LOADED: dict[Kernel, Callable] = {}  # the callables of all kernels that this pr
 class CompiledKernel:
     """A compiled kernel with its machine code and the compiler's log."""
 
-    # the callable; takes the arguments of the kernel's `__call__` except the stream.
+    # The callable; takes the arguments of the kernel's `__call__` except the stream.
     entry: Callable
     cubin: bytes  # the machine code
-    # registers, spills and warnings as ptxas prints them; empty with version 4.7 of the DSL, which
+    # Registers, spills and warnings as ptxas prints them; empty with version 4.7 of the DSL, which
     # hands on none.
     ptxas_log: str
 

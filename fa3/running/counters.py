@@ -70,9 +70,9 @@ class StreamCounters:
 
     device: torch.device
     reserve: Reserve  # of the device; filled by calls that are not captured
-    # counters that no call owns. Appending and popping are atomic.
+    # Counters that no call owns. Appending and popping are atomic.
     free: list[torch.Tensor] = field(default_factory=list)
-    # memory of parts that no call owns.
+    # Memory of parts that no call owns.
     free_parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, count: int) -> torch.Tensor:

@@ -24,9 +24,9 @@ class Capture:
     """A graph that is being captured or was captured."""
 
     gone: int  # address of a semaphore that CUDA posts when the graph is gone
-    # tensors that the graph's launches read, by `id`.
+    # Tensors that the graph's launches read, by `id`.
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    # stream handle -> the counters of that stream (`fa3.running.counters`).
+    # Stream handle -> the counters of that stream (`fa3.running.counters`).
     counters: dict[int, Any] = field(default_factory=dict)
 
     @classmethod

@@ -13,7 +13,7 @@ class Table:
     """A table in device memory. It stays alive until the last launch that reads it has ended."""
 
     numbers: torch.Tensor
-    # handles of the streams with launches that read the table.
+    # Handles of the streams with launches that read the table.
     streams: set[int] = field(default_factory=set)
 
     @classmethod

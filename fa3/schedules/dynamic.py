@@ -48,7 +48,7 @@ class Dynamic(Schedule):
     # (2,) int32 on the device: tiles taken, and CTAs that found no tile left.
     counters: cute.Tensor | None = None
     mailbox: Mailbox | None = None
-    # set for the producer warp, which takes tiles and fills the mailbox.
+    # Set for the producer warp, which takes tiles and fills the mailbox.
     is_producer: bool | None = None
 
     name: ClassVar[str] = "dynamic"

@@ -69,7 +69,7 @@ class Segment(NamedTuple):
     begin: Any = None
     end: Any = None
     part: PackedPart | Part = PackedPart()
-    # of packed sequences what their table has of the tile; None without a table.
+    # Of packed sequences what their table has of the tile; None without a table.
     record: tuple | None = None
     number: int | None = None  # the tile's number in that table
 

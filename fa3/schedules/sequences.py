@@ -152,10 +152,10 @@ class Cached:
     capacity: int  # most keys of a sequence; longer lengths are cut to it
     window: Window
     tile_n: int
-    # whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
+    # Whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
     is_early: bool = False
     packed: PackedQueries | None = None  # the queries, if sequences have different numbers of them
-    # which rows of K and V each sequence has, if keys are packed.
+    # Which rows of K and V each sequence has, if keys are packed.
     packed_keys: RaggedLengths | None = None
 
     def read(self, batch) -> tuple:

@@ -307,7 +307,7 @@ class Walk:
 
     cut: Cut  # where tiles may be cut
     lengths: Lengths  # the lengths of the sequences
-    # row blocks per head; if `lengths` know how many each sequence has, the most.
+    # Row blocks per head; if `lengths` know how many each sequence has, the most.
     num_m_blocks: Divisor | PlainDivisor
     num_groups: int  # heads per sequence, in groups of those that walk together
     crew: CtaGroup
@@ -481,9 +481,9 @@ def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
 class HostLengths:
     """`Lengths` on the host."""
 
-    # key blocks [begin, end) that the queries of each sequence touch.
+    # Key blocks [begin, end) that the queries of each sequence touch.
     blocks: Sequence[tuple[int, int]]
-    # row blocks of a head of each sequence, or 0; None if all have equally many.
+    # Row blocks of a head of each sequence, or 0; None if all have equally many.
     of_rows: Sequence[int] | None = None
 
     @property
@@ -527,20 +527,15 @@ def walks(
 
 def segments(
     cut: Cut,
+    # Key blocks [begin, end) that the queries of each sequence touch, at least one.
     blocks: Sequence[tuple[int, int]],
-    num_m_blocks: int,
-    num_heads: int,
+    num_m_blocks: int,  # row blocks of a key/value head; with `of_rows` the most
+    num_heads: int,  # key/value heads
     num_ctas: int,
+    # Row blocks of a key/value head of each sequence, or 0, if they differ.
     of_rows: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Segment]]:
-    """Yield (CTA, segment) of every segment, CTA by CTA; block 0 is the sequence's first block.
-
-    Args:
-        blocks: key blocks [begin, end) that the queries of each sequence touch, at least one.
-        num_m_blocks: row blocks of a key/value head; with `of_rows` the most.
-        num_heads: key/value heads.
-        of_rows: row blocks of a key/value head of each sequence, or 0, if they differ.
-    """
+    """Yield (CTA, segment) of every segment, CTA by CTA; block 0 is the sequence's first block."""
     for walk in walks(cut, HostLengths(blocks, of_rows), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):

@@ -15,8 +15,6 @@ import re
 import time
 from pathlib import Path
 
-import torch
-
 from fa3.running.code_cache import cache_dir, check_trust
 from fa3.settings import ACCEPTED, SETTINGS
 
@@ -32,6 +30,8 @@ ABANDONED_SECONDS = 3600
 
 def show_info(options: argparse.Namespace) -> None:
     """Print all of it; takes the options of the command line, with fa3's version among them."""
+    import torch  # heavy: `fa3 cache` needs none
+
     gpu, tuned = "none", "no shape"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
