@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decode_segments import HostLengths, segments
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
@@ -33,12 +34,10 @@ from fa3.schedules.stream_k import (
     CtaGroup,
     CtaGroups,
     FixedSplit,
-    HostLengths,
     NoSplit,
     Place,
     StreamK,
     Walk,
-    segments,
 )
 from fa3.scores.masks import Band, Sequence
 
@@ -132,7 +131,7 @@ def as_fixed(walk: Walk, kind: type) -> Walk:
     )
     line = Chunks(kind(pieces.total), num_crews, kind(pieces.end))
     place = Place(line, Int32(batch), kind(batch_begin))
-    blocks = [tuple(map(Int32, length)) for length in walk.lengths.blocks]
+    blocks = [tuple(map(Int32, length)) for length in walk.lengths.ranges]
     cut = replace(walk.cut, **{name: Int32(n) for name, n in vars(walk.cut).items()})
     groups, crew = Int32(walk.num_groups), CtaGroup(*map(Int32, walk.crew))
     return Walk(cut, HostLengths(blocks), num_m_blocks, groups, crew, place)

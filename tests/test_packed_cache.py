@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decode_segments import records, segments
 from pairs import places
 from problems import poisoned_allocations
 from reference import check_attention
@@ -20,7 +21,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.sequences import PackedQueries
-from fa3.schedules.stream_k import BY_CTA, FixedSplit, NoSplit, StreamK, records, segments
+from fa3.schedules.stream_k import BY_CTA, FixedSplit, NoSplit, StreamK
 from fa3.scores.masks import Band
 
 FAMILIES = 10
@@ -155,7 +156,8 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
     plan = plan_of(True, num_splits=3)
     blocks, of_rows = [(0, 16), (0, 3), (0, 9)], [3, 1, 2]
     sizes = plan.sizes
-    written = records(plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas, of_rows)
+    work = plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas
+    written = records(*work, of_rows=of_rows)
     numbers = [record for record, _, _ in written]
     count = plan.workspace.num_records
     assert len(set(numbers)) == len(numbers) < count and max(numbers) < count
@@ -169,7 +171,7 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
 )
 def test_a_sequence_without_rows_is_one_block_of_one_tile(cut):
     blocks, of_rows, heads = [(2, 9), (0, 1), (0, 1), (0, 30)], [2, 0, 0, 3], 2
-    found = [segment for _, segment in segments(cut, blocks, 3, heads, 7, of_rows)]
+    found = [segment for _, segment in segments(cut, blocks, 3, heads, 7, of_rows=of_rows)]
     for batch, count in enumerate(of_rows):
         tiles = {one.tile[:2] for one in found if one.tile.batch == batch}
         expected = {(m, head) for m in range(count) for head in range(heads)}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_segments import HostLengths, records, segments
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
@@ -25,13 +26,10 @@ from fa3.schedules.stream_k import (
     Chunks,
     CtaGroups,
     FixedSplit,
-    HostLengths,
     NoSplit,
     StreamK,
     crew_width,
     locate_among_equals,
-    records,
-    segments,
     walks,
 )
 

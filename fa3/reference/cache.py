@@ -133,9 +133,7 @@ def steps_of_decode(plan: DecodePlan, sequences: Cached) -> Iterator[Step]:
     """Yield a plan's work CTA by CTA. A tile has rows of all heads of a key/value head."""
     sizes, group, packed = plan.sizes, plan.sizes.qhead_per_kvhead, sequences.packed
     lengths = list(map(sequences.read, range(sequences.num_sequences)))
-    ranges = [(one.begin, one.end) for one in map(sequences.blocks, lengths)]
-    m_blocks = None if packed is None else list(map(sequences.m_blocks, lengths))
-    work = plan.cut, ranges, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas, m_blocks
+    work = plan.cut, sequences, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas
     for cta, segment in segments(*work):
         tile, length = segment.tile, lengths[segment.tile.batch]
         keys, seqlen_k = sequences.keys(tile, length), sequences.sequence(length).seqlen_k

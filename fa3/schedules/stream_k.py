@@ -23,9 +23,9 @@ All but `locate` is plain arithmetic on the fields: the same code runs on Python
 tests) and inside a kernel, on Int32; only positions in a long line are Int64.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -49,21 +49,6 @@ do not keep memory from being busy."""
 def as_int32(number):
     """A number of blocks, computed from positions in a long line: Int32, at most `MOST_ROOM`."""
     return Int32(smaller(number, MOST_ROOM)) if isinstance(number, Int64) else number
-
-
-class Lengths(Protocol):
-    """The lengths of the sequences: lists on the host, tensors on the device."""
-
-    num_sequences: int
-
-    def read(self, batch) -> tuple:
-        """A sequence's length, as a tuple of integers."""
-
-    def num_blocks(self, length: tuple):
-        """How many key blocks a tile of the sequence walks; at least one."""
-
-    def m_blocks(self, length: tuple):
-        """Row blocks of a head of the sequence, or 0; None if all sequences have equally many."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +282,7 @@ class WalkCursor(NamedTuple):
     batch: int
     tile: int
     block: int
-    length: tuple  # the sequence's length, from `Lengths.read`
+    length: tuple  # the sequence's length, from `Cached.read`
     following: tuple  # the next sequence's length, read ahead to hide its latency
 
 
@@ -306,7 +291,7 @@ class Walk:
     """The segments of one CTA, in the order in which producer and consumers work on them."""
 
     cut: Cut  # where tiles may be cut
-    lengths: Lengths  # the lengths of the sequences
+    lengths: Any  # of the sequences, a `fa3.schedules.sequences.Cached`
     # Row blocks per head; if `lengths` know how many each sequence has, the most.
     num_m_blocks: Divisor | PlainDivisor
     num_groups: int  # heads per sequence, in groups of those that walk together
@@ -388,13 +373,13 @@ class Walk:
         return self.lengths.read(smaller(batch, self.lengths.num_sequences - 1))
 
 
-def m_blocks_of(lengths: Lengths, length: tuple, most) -> Divisor | PlainDivisor:
+def m_blocks_of(lengths: Any, length: tuple, most) -> Divisor | PlainDivisor:
     """Row blocks of a head of a sequence, at least one; `most` if all have equally many."""
     own = lengths.m_blocks(length)
     return most if own is None else PlainDivisor(larger(own, 1))
 
 
-def tiles_of(lengths: Lengths, length: tuple, most, num_groups):
+def tiles_of(lengths: Any, length: tuple, most, num_groups):
     """Tiles of a sequence in the line: one if it has no rows."""
     own = lengths.m_blocks(length)
     return most.value * num_groups if own is None else larger(own * num_groups, 1)
@@ -406,7 +391,7 @@ def tiles_of(lengths: Lengths, length: tuple, most, num_groups):
 @cute.jit
 def locate(
     cut_type: cutlass.Constexpr,
-    lengths: Lengths,
+    lengths: Any,
     num_m_blocks,
     num_groups,
     num_crews,
@@ -453,7 +438,7 @@ def locate(
 
 
 def locate_among_equals(
-    cut_type: type, lengths: Lengths, num_m_blocks, num_groups, num_crews, crew, number: type
+    cut_type: type, lengths: Any, num_m_blocks, num_groups, num_crews, crew, number: type
 ) -> Place:
     """`locate` where all sequences have as many blocks as the first: a division finds it."""
     if number is Int64:
@@ -477,39 +462,8 @@ def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
 # ---------------------------------------------------------------------------------------- host
 
 
-@dataclass(frozen=True)
-class HostLengths:
-    """`Lengths` on the host."""
-
-    # Key blocks [begin, end) that the queries of each sequence touch.
-    blocks: Sequence[tuple[int, int]]
-    # Row blocks of a head of each sequence, or 0; None if all have equally many.
-    of_rows: Sequence[int] | None = None
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.blocks)
-
-    def read(self, batch: int) -> tuple[int, ...]:
-        return (
-            self.blocks[batch]
-            if self.of_rows is None
-            else (*self.blocks[batch], self.of_rows[batch])
-        )
-
-    def num_blocks(self, length: tuple[int, ...]) -> int:
-        begin, end, *_ = length
-        return end - begin
-
-    def m_blocks(self, length: tuple[int, ...]) -> int | None:
-        _, _, *own = length
-        return own[0] if own else None
-
-
-def walks(
-    cut: Cut, lengths: HostLengths, num_m_blocks: int, num_heads: int, num_ctas: int
-) -> Iterator[Walk]:
-    """Yield the walk of every CTA, the same as the kernel's."""
+def walks(cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int) -> Iterator[Walk]:
+    """Yield the walk of every CTA, the same as the kernel's; arguments are as in `Walk`."""
     begins, most = [0], PlainDivisor(num_m_blocks)
     num_groups, num_crews = num_heads // cut.width, PlainDivisor(num_ctas // cut.width)
     known = list(map(lengths.read, range(lengths.num_sequences)))
@@ -526,39 +480,13 @@ def walks(
 
 
 def segments(
-    cut: Cut,
-    # Key blocks [begin, end) that the queries of each sequence touch, at least one.
-    blocks: Sequence[tuple[int, int]],
-    num_m_blocks: int,  # row blocks of a key/value head; with `of_rows` the most
-    num_heads: int,  # key/value heads
-    num_ctas: int,
-    # Row blocks of a key/value head of each sequence, or 0, if they differ.
-    of_rows: Sequence[int] | None = None,
+    cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int
 ) -> Iterator[tuple[int, Segment]]:
     """Yield (CTA, segment) of every segment, CTA by CTA; block 0 is the sequence's first block."""
-    for walk in walks(cut, HostLengths(blocks, of_rows), num_m_blocks, num_heads, num_ctas):
+    for walk in walks(cut, lengths, num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):
-            segment = walk.segment(cursor)
-            first, _ = blocks[segment.tile.batch]
-            yield (
-                walk.crew.cta,
-                segment._replace(begin=first + segment.begin, end=first + segment.end),
-            )
+            segment, first = walk.segment(cursor), lengths.blocks(cursor.length).begin
+            blocks = {"begin": first + segment.begin, "end": first + segment.end}
+            yield walk.crew.cta, segment._replace(**blocks)
             cursor = walk.next(cursor)
-
-
-def records(
-    cut: Cut,
-    blocks: Sequence[tuple[int, int]],
-    num_m_blocks: int,
-    num_heads: int,
-    num_ctas: int,
-    of_rows: Sequence[int] | None = None,
-) -> Iterator[tuple[int, Tile, range]]:
-    """Yield (record, tile, slots to merge in this order) for every tile that is cut into parts."""
-    for _, segment in segments(cut, blocks, num_m_blocks, num_heads, num_ctas, of_rows):
-        part, (first, _) = segment.part, blocks[segment.tile.batch]
-        if segment.begin == first and part.num_parts > 1:
-            slots = range(part.first_slot, part.first_slot + part.num_parts)
-            yield part.record, segment.tile, slots
