@@ -175,14 +175,10 @@ class FusedPrePostprocess(NamedTuple):
         complete: Int32,
         order,
     ) -> Int32:
-        """Wait until all key tiles of a query tile's head group have added, unless `complete`.
+        """Wait, unless `complete`, until all key tiles of a query tile's head group have added.
 
         Where packed sequences use no keys, no key tile has waited for the preprocessing. So this
-        waits for it, too.
-
-        Returns:
-            the head group.
-        """
+        waits for it, too. Returns the head group."""
         group = self.groups.group_of(tile)
         if group != complete:
             self.wait_until_preprocessed(spec, config, group)

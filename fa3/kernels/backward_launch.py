@@ -156,12 +156,7 @@ class BackwardConfig:
         return gradients + scores + live + factors
 
     def validate(self, spec: AttentionSpec) -> None:
-        """Check that the kernel can run this config for this spec.
-
-        Raises:
-            TypeError: a field has the wrong type.
-            ValueError: the kernel cannot run a field's value.
-        """
+        """Raise TypeError or ValueError unless the kernel can run this config for a spec."""
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
             if type(value) is not kind:

@@ -150,8 +150,7 @@ class SegmentTable:
         place: Int32,
         num_tiles: Int32,
     ) -> tuple[Int32, Int32]:
-        """The first key block of the tile with this thread's number, and how many it has; none if
-        there is no such tile."""
+        """Return the first key block and the number of blocks of this thread's tile, if any."""
         thread, _, _ = cute.arch.thread_idx()
         index = cutlass.max(cutlass.min(thread, num_tiles - 1), 0)
         number, owner = order.heads.quotient(index), Int32(0)
@@ -176,13 +175,9 @@ class SegmentTable:
     def cut(
         self, begin: Int32, blocks: Int32, num_tiles: Int32, num_ctas: Int32, sums: cute.Tensor
     ) -> tuple[TileCut, Stretches]:
-        """Cut the tile with this thread's number.
+        """Cut the tile with this thread's number, for `num_ctas` CTAs.
 
-        Args:
-            begin, blocks: its key blocks.
-            num_ctas: CTAs to cut for.
-            sums: room for three numbers of each warp.
-        """
+        `sums` has room for three numbers of each warp."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
         work = blocks + BLOCKS_OF_TILE if thread < num_tiles else Int32(0)

@@ -102,11 +102,7 @@ class TileTableArguments(NamedTuple):
 
 
 class TileTableOperands(NamedTuple):
-    """What the table is made of, and where it goes.
-
-    Fields:
-        table, capacity, shift, and from short_queries on: see `TileTableArguments`.
-    """
+    """What the table is made of, and where it goes; the rest is of `TileTableArguments`."""
 
     queries: RaggedLengths
     keys: RaggedLengths | CacheLengths
@@ -324,11 +320,9 @@ class TileTable:
     def sort(
         self, operands: TileTableOperands, places: cute.Tensor, is_counting: cutlass.Constexpr
     ):
-        """Go through all sequences: count the tiles of each amount of work, or write them.
+        """Count the tiles of each amount of work of all sequences, or write them.
 
-        Returns:
-            the work of this lane's sequences, if it counts.
-        """
+        Returns the work of this lane's sequences, if it counts."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % WARP
         work = DecodeShare(Float32(0.0), Float32(0.0))
@@ -455,14 +449,12 @@ def owner_of(number: Int32, upto: Int32) -> Int32:
 
 @cute.jit
 def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -> Int32:
-    """The first of the next `count` free places for this lane's amount.
+    """Return the first of the next `count` free places for this lane's amount.
 
-    If all amounts of a warp are equal, as for many short sequences, it takes its places at
-    once: the adds of 32 lanes to one word would wait for each other.
-
-    Args:
-        upto: the sum of `count` over the lanes up to this one.
-    """
+    `upto` is the sum of `count` over the lanes up to this one. If all amounts of a warp are equal,
+    as
+    for many short sequences, it takes its places at once: the adds of 32 lanes would wait for each
+    other."""
     lane, place = cute.arch.lane_idx(), Int32(0)
     of_first = cute.arch.shuffle_sync(amount, 0)
     total = cute.arch.shuffle_sync(upto, WARP - 1)

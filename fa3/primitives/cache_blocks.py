@@ -1,8 +1,6 @@
-"""Blocks of K and V from a cache, or of packed sequences, into shared memory, by TMA or cp.async,
-for a producer.
+"""Loads of blocks of K and V, from a cache or of packed sequences, into shared memory.
 
-The decode kernel takes both ways, the forward kernel TMA from caches only.
-"""
+The decode kernel uses TMA and cp.async, the forward kernel TMA from caches only."""
 
 import math
 from collections.abc import Callable
@@ -45,11 +43,9 @@ class CacheLayout:
         return not (self.has_seqlens or self.is_packed)
 
     def box(self, tile_n: int) -> int:
-        """Keys that one TMA copy loads: a whole block, or the gcd of page size and block.
+        """Return the keys that one TMA copy loads: a block, or the gcd of page size and block.
 
-        0 if TMA cannot be used and rows are gathered one by one: pages are too small, or left
-        padding shifts blocks against pages.
-        """
+        0 if rows are gathered one by one: pages are too small, or left padding shifts blocks."""
         if not self.page_size:
             return tile_n
         box = math.gcd(self.page_size, tile_n)
@@ -86,14 +82,11 @@ EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
 def block_pipeline(
     barriers, dtype, layout, gathers: bool, warps: int = WARPS
 ) -> pipeline.PipelineAsync:
-    """The mbarrier pipeline from a producer of blocks to the warps that read them.
+    """Return the mbarrier pipeline from a producer of blocks to the warps that read them.
 
-    Args:
-        barriers: two mbarriers for each stage, in shared memory.
-        layout: layout of the blocks in shared memory, (tile_n, columns, stages).
-        gathers: whether `GatheredBlocks` loads the blocks; otherwise `TmaBlocks` does.
-        warps: how many warps read them.
-    """
+    `layout` is (tile_n, columns, stages). `GatheredBlocks` loads the blocks if it `gathers`,
+    otherwise
+    `TmaBlocks`."""
     arguments = {
         "barrier_storage": barriers.data_ptr(),
         "num_stages": cute.size(layout, mode=[2]),
@@ -116,11 +109,7 @@ def block_pipeline(
 
 
 def load_block(load: Callable, pipe, place: tuple, state):
-    """Load the block at a place into a state's stage once it is free; return the next state.
-
-    Args:
-        load: the `loader` of the blocks.
-    """
+    """Load the block at a place by a `loader` once its stage is free; return the next state."""
     pipe.producer_acquire(state)
     load(place, state.index, pipe.producer_get_barrier(state))
     pipe.producer_commit(state)

@@ -107,12 +107,11 @@ class TransposedCoords:
 
     @classmethod
     def of(cls, tiled_mma: cute.TiledMma, thread, shape: tuple[int, int], begins, tile_m, tile):
-        """The coordinates of `thread` in an accumulator of this shape.
+        """Return the coordinates of `thread` in an accumulator of this shape.
 
-        Args:
-            begins: the key of its first row, and the place of its first column in the block.
-            tile: names head and batch.
-        """
+        It begins at the key `begins[0]`, and at the column `begins[1]` of the block; `tile` names
+        head and
+        batch."""
         coords = ScoreCoords.of(tiled_mma, thread, shape, begins[0], tile)
         column = begins[1] + coords.column
         steps = coords.row_steps, coords.column_steps

@@ -51,11 +51,7 @@ class DqPieces(NamedTuple):
 
     @classmethod
     def of(cls, tile_m: int, columns: int, widest: int) -> "DqPieces":
-        """The fewest pieces of a (tile_m, columns) tile with at most `widest` columns each.
-
-        Raises:
-            ValueError: there are no such pieces.
-        """
+        """Return the fewest pieces of a (tile_m, columns) tile; ValueError if there are none."""
         units = columns // UNIT_OF_PIECE
         fits = (n for n in range(1, units + 1) if units % n == 0)
         in_row = next(n for n in fits if columns // n <= widest)
@@ -158,9 +154,7 @@ class DqAccumulator(NamedTuple):
     def claim(self, tile, is_zeroed: Int32) -> Boolean:
         """Claim a tile for the first store, or wait until it has a value; one thread calls this.
 
-        Returns:
-            whether this thread must store; otherwise it may add.
-        """
+        Returns whether this thread must store; otherwise it may add."""
         is_first = Boolean(False)
         if is_zeroed == 0:
             flag = self.flag_of(tile)
@@ -200,9 +194,7 @@ class DqSemaphore:
     def wait(self, tile, rank: Int32):
         """Wait until all earlier key tiles have added to a query tile.
 
-        Args:
-            rank: the semaphore's value as it was loaded before.
-        """
+        `rank` is the value of the semaphore that was loaded before."""
         if self.has_predecessor(tile):
             semaphore = self.dq.flag_of(tile)
             while rank < self.rank - 1:
@@ -286,14 +278,10 @@ class DqReduction:
 
     @cute.jit
     def wait(self, tile, rank, state) -> Boolean:
-        """Wait until a block may be added; not before dQ is there, as flags may not be zero yet.
+        """Wait until a block may be added; for lane 0 return whether it must be stored.
 
-        Args:
-            rank: the tile's semaphore as it was loaded before, in a fixed order.
-
-        Returns:
-            for lane 0 whether the block must be stored.
-        """
+        Not before dQ is there, as flags may not be zero yet. In a fixed order `rank` is the tile's
+        semaphore as it was loaded before."""
         is_first = Boolean(False)
         if cutlass.const_expr(self.semaphore is not None):
             self.pipelines.staged.consumer_wait(state)

@@ -51,10 +51,7 @@ def key_steps(rounds: int = PHILOX_ROUNDS) -> list[tuple[int, int]]:
 def philox(counter: tuple, round_keys: Sequence[tuple], multiply: Callable) -> tuple:
     """Encrypt a counter of four words.
 
-    Args:
-        round_keys: the key's two words in each round.
-        multiply: gives the upper and the lower word of a word times one of `MULTIPLIERS`.
-    """
+    `multiply` gives the upper and the lower word of a word times one of `MULTIPLIERS`."""
     a, b, c, d = counter
     for first, second in round_keys:
         (high_a, low_a), (high_c, low_c) = map(multiply, (a, c), MULTIPLIERS)
@@ -89,12 +86,9 @@ not there."""
 
 
 def threshold_of(dropout_p: float) -> tuple[int, float]:
-    """The threshold for a probability above 0.
+    """Return the bits of the threshold for a probability, and the share that is kept.
 
-    Returns:
-        its bits, and the share of numbers that are not less: 1 - dropout_p to 16 bits, at least
-        0.4%.
-    """
+    That is 1 - dropout_p to 16 bits, at least 0.4%."""
     dropped = min(max(round(dropout_p * PATTERNS), 1), MOST_DROPPED)
     # Patterns less than a negative number are those from infinity up to it. Then come two zeros,
     # neither of which is less than the other.
@@ -147,12 +141,9 @@ class RandomWords:
     ) -> Iterator[tuple[Uint32, ...]]:
         """Yield a lane's words in a row or a column of squares.
 
-        Args:
-            places: for each counter that the lane encrypts 16 (key // 16) + lane // 2, and
-                query // 16.
-            slot: of the lane, see `slot_of`.
-            count: of squares, two for each place; one may be left over.
-            in_flight: counters that are encrypted at once.
+        Each place has, for a counter that the lane encrypts, 16 (key // 16) + lane // 2 and query
+        // 16.
+        `slot` is the lane's `slot_of`. There are two squares for each place; one may be left over.
         """
         last = []
         for i, (of_keys, of_queries) in enumerate(places):
@@ -177,11 +168,9 @@ def product_of_words(word: Uint32, factor: int) -> tuple[Uint32, Uint32]:
 
 
 def slot_of(keys, queries) -> Uint32:
-    """Which counter a lane encrypts of each two squares: lane // 2, and 16 more in the second.
+    """Return which counter a lane encrypts of each two squares: 16 more in the second.
 
-    Args:
-        keys, queries: key // 16 and query // 16 in the first square.
-    """
+    `keys` and `queries` are key // 16 and query // 16 in the first square."""
     lane = Uint32(cute.arch.lane_idx())
     return (lane + Uint32(keys) + Uint32(queries)) % 2 * COUNTERS + lane // 2
 
@@ -253,12 +242,10 @@ class TransposedDropout:
     def of_pairs(
         self, words: RandomWords, m_block, count: int, in_flight: int
     ) -> Iterator[tuple[int, Uint32]]:
-        """Yield the words of a block of queries, each with the pair of an accumulator (keys,
-        queries) whose numbers it has when `movmatrix` has transposed it.
+        """Yield the words of a block of queries, each with a pair of an accumulator (keys,
+        queries).
 
-        Args:
-            count: pairs of the accumulator.
-            in_flight: counters that a thread encrypts at once.
+        The word has the pair's numbers when `movmatrix` has transposed it. `count` are the pairs.
         """
         squares = count // WORDS
         keys, queries = self.coords.row // SQUARE, self.coords.first_query(m_block) // SQUARE
@@ -275,11 +262,9 @@ class TransposedDropout:
     def masks(self, m_block, count: int, parts: int) -> list[Uint32]:
         """Draw what is kept of a block of queries: masks for the words of P^T in 16 bits.
 
-        Args:
-            count: words of P^T.
-            parts: of the block. All counters are encrypted at once, but in turn where there are two
-                parts, which leave fewer registers free.
-        """
+        All counters are encrypted at once, but in turn where the block has two parts, which leave
+        fewer
+        registers free."""
         masks, words = [None] * count, self.words()
         in_flight = max(1, count // WORDS // 2 // parts)
         for pair, word in self.of_pairs(words, m_block, count, in_flight):
@@ -293,12 +278,7 @@ class TransposedDropout:
 
 
 def split_probabilities(rP: cute.Tensor, kept: cute.Tensor, masks: list[Uint32]) -> None:
-    """Write what is kept of P, and 0 for the rest, whose sign is turned in P.
-
-    Args:
-        rP, kept: accumulators in 16 bits.
-        masks: for their words.
-    """
+    """Write what is kept of P, and 0 for the rest, whose sign is turned in P."""
     p, kept = words_of(rP), words_of(kept)
     for i, mask in enumerate(masks):
         # The second is p | ~mask & 0x80008000. Both are read before either is written, since the

@@ -73,11 +73,7 @@ class BlockConverter:
 
     @cute.jit
     def convert(self, _, states: tuple):
-        """Convert the next block; return the next states.
-
-        Args:
-            states: of `loading` and of `converting`.
-        """
+        """Convert the next block; return the next states of `loading` and of `converting`."""
         from_state, to_state = states
         self.loading.consumer_wait(from_state)
         for box in cutlass.range_constexpr(self.sizes[1] // self.width):
@@ -154,10 +150,7 @@ class BlockConverter:
 
 @dataclass(frozen=True)
 class ConvertedPipeline:
-    """The mbarrier pipeline from the converter warps to the MMA warpgroup.
-
-    One lane of a warp arrives for its warp.
-    """
+    """The mbarrier pipeline from converter warps, of which one lane arrives, to MMA warpgroups."""
 
     pipe: pipeline.PipelineAsync
 

@@ -107,13 +107,7 @@ class GradientParts:
 
     @cute.jit
     def finish(self, accs: tuple, work: KeyWork, tiles, rows: KeyRows):
-        """Add this warp's rows of dK and dV to the other parts; the last warp writes them.
-
-        Args:
-            accs: the accumulators of dK and dV.
-            tiles: numbers the key tiles of the sequence.
-            rows: where the sequence's keys lie.
-        """
+        """Add this warp's rows of dK and dV to the other parts; the last warp writes them."""
         parts, part, lane = self.tensors.split.parts.value, work.part, cute.arch.lane_idx()
         first_slot = Int32(tiles.number((work.n_block, work.head_kv, work.batch))) * parts
         # A node is a range of parts: [first, first + span), or less where the parts end.
@@ -133,15 +127,9 @@ class GradientParts:
 
     @cute.jit
     def join(self, accs: tuple, lane, own, sibling, node) -> Boolean:
-        """Add the sibling's sum to this warp's, or leave this warp's for the sibling.
+        """Add the sibling's sum, or leave this warp's for the sibling; return whether it was added.
 
-        Args:
-            own, sibling: the slots of their sums.
-            node: the part whose counter tells whether one of the sums is in memory.
-
-        Returns:
-            whether the sibling's sum has been added.
-        """
+        The counter of the part `node` tells whether one of the sums is in memory."""
         counter = self.tensors.counters.iterator + (node * self.warps + self.warp)
         count = Int32(0)
         if lane == 0:
@@ -197,13 +185,9 @@ class GradientParts:
 
 
 def family_of(first, span):
-    """Of a node of the tree: the first parts of its parent's children, and of its sibling.
+    """Return the first parts of the parent's children, and of the sibling, of a tree's node.
 
-    Plain arithmetic, on the host or in a kernel.
-
-    Args:
-        first, span: the node's parts are [first, first + span); `span` is a power of two.
-    """
+    The node's parts are [first, first + span), where `span` is a power of two."""
     left = first - (first & span)
     return left, left + span, first ^ span
 

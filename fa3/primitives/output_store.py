@@ -17,19 +17,15 @@ from fa3.primitives.wgmma import WARPGROUP
 class RowLse(NamedTuple):
     """The log-sum-exps of rows: float32 (batch, heads, seqlen_q), contiguous, or nothing.
 
-    That it may be nothing is known at run time only, so one kernel serves both.
-    """
+    Which of both is known at run time only, so one kernel serves both."""
 
     tensor: cute.Tensor
 
     @classmethod
     def at(cls, address: Int64, shape: tuple, is_packed: bool = False) -> "RowLse":
-        """The tensor at an address; nothing if that is 0.
+        """Return the tensor (batch, heads, rows) at an address; nothing if that is 0.
 
-        Args:
-            shape: (batch, heads, rows).
-            is_packed: whether the rows are the same for every sequence.
-        """
+        If it is packed, the rows are the same for every sequence."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
         layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
         if is_packed:

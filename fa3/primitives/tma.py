@@ -28,17 +28,11 @@ class TmaTensor(NamedTuple):
     def tiles_of_head(
         self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1, column=0
     ):
-        """Both sides of a copy of one head: shared memory by stage, global memory by tile.
+        """Return both sides of a copy of one head: shared memory by stage, global memory by tile.
 
-        With multicast, only the share that the CTA of rank `rank` copies.
-
-        Args:
-            rows: where the rows of the head's sequence lie (`fa3.primitives.rows_of_sequence`).
-            column: which tile of columns; a Python int.
-
-        Raises:
-            ValueError: the head has no such tile of columns. CuTe would wrap to the first one.
-        """
+        With multicast, only the share that the CTA of rank `rank` copies. `rows` says where the
+        rows of
+        the sequence are (`fa3.primitives.rows_of_sequence`), `column` which tile of columns."""
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
         of_head = rows.of_head(self.coords, head)
         columns = cute.size(of_head, mode=[1])

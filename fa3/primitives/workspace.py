@@ -122,14 +122,10 @@ class Sums:
 
     @cute.jit
     def store(self, target: cute.Tensor, lse: RowLse, at: tuple, vector, sink):
-        """Write a lane's columns of a row, and from its first lane the row's log-sum-exp.
+        """Write a lane's columns of a row, and from its first lane the row's log-sum-exp `at` a
+        place.
 
-        Args:
-            target: the row of O.
-            lse: all rows' log-sum-exps, or nothing; the row's is `at` a place.
-            vector: the index of the lane's columns.
-            sink: a logit that joins the row, or None.
-        """
+        `vector` is the index of the columns; a `sink` is a logit that joins the row, or None."""
         if cutlass.const_expr(sink is not None):
             nothing = cute.make_rmem_tensor_like(self.o)
             nothing.fill(0.0)

@@ -41,11 +41,9 @@ class Dropout(NamedTuple):
         return self.arguments.kept
 
     def keeps(self, at: Position) -> torch.Tensor:
-        """Which scores are kept, bool.
+        """Return which scores are kept, bool.
 
-        Args:
-            at: its fields broadcast against one another; tensors are int64, on one device.
-        """
+        The fields of `at` broadcast against one another; tensors are int64, on one device."""
         word = word_of(self.rng_state[0], at)
         upper = (word >> at.key % 2 * (WORD_BITS // 2)) & 0xFFFF
         (threshold,) = struct.unpack("<f", struct.pack("<HH", 0, self.arguments.threshold))

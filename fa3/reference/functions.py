@@ -17,15 +17,9 @@ from fa3.scores.scores import Score
 
 @contextmanager
 def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
-    """Name the method that fails inside.
+    """Raise ValueError that names the argument and the method, if the method fails inside.
 
-    Args:
-        argument: the call's, which `function` came with.
-
-    Raises:
-        ValueError: it raised something.
-        NotImplementedError: the class does not define it.
-    """
+    NotImplementedError is passed on: the class does not define the method."""
     try:
         yield
     except NotImplementedError:
@@ -38,22 +32,16 @@ def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
 
 
 def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
-    """The logits after a score.
-
-    Raises:
-        ValueError: the score's method failed, or did not return them.
-    """
+    """Return the logits after a score; raise ValueError if its method does not return them."""
     with errors_of("score", score, "reference"):
         result = score.reference(logits, at)
     return as_matrix("score", score, result, logits.shape, "floats")
 
 
 def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tensor:
-    """Which (queries, keys) a mask lets through; `shape` is how many of each.
+    """Return which (queries, keys), so many each, a mask lets through.
 
-    Raises:
-        ValueError: the mask's method failed, or did not return them.
-    """
+    Raises ValueError if the mask's method does not return that."""
     with errors_of("mask", mask, "reference"):
         result = mask.reference(at)
     if isinstance(result, bool):

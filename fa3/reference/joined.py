@@ -46,11 +46,7 @@ def execute_joined(
 
 
 def steps_of_shared_tiles(plan: RaggedPlan, walk: Walker, rows: list[RowRecord]) -> Iterator[Step]:
-    """Yield the work on every half of a tile, for each head.
-
-    Args:
-        rows: the records of all rows.
-    """
+    """Yield the work on every half of a tile, for each head, from the records of rows."""
     (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
     for begin in range(0, total_q, ROWS):
         m_block = begin // plan.shared_config.tile_m

@@ -76,12 +76,7 @@ class RaggedOperands(NamedTuple):
 
 
 def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
-    """The rows of each sequence that count.
-
-    Args:
-        ends: cumulated lengths, from 0 on.
-        used: how many rows of each sequence count; None for all.
-    """
+    """Return the rows of each sequence that count, from cumulated lengths; all if None."""
     rows = list(itertools.starmap(range, itertools.pairwise(ends)))
     if used is None:
         return rows

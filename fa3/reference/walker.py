@@ -233,12 +233,10 @@ class Walker:
         is_masked: bool,
         has_slope: bool = False,  # whether the slope is wanted
     ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
-        """The scores of a block, (rows, keys), after scores and mask.
+        """Return the scores of a block, (rows, keys), after scores and mask.
 
-        Returns:
-            the scores; 1 where dropout keeps the weight, else 0; the slope of the scores in
-            `factor` Q K^T.
-        """
+        Then 1 where dropout keeps the weight, else 0, and the slope of the scores in `factor` Q
+        K^T."""
         key = torch.arange(positions.start, positions.stop, device=CPU)
         at = rows.at._replace(key=key.clamp(max=max(rows.at.seqlen_k - 1, 0)))
         values, slope = q @ k.T * factor, 1.0

@@ -60,26 +60,21 @@ def is_unchanged() -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels: $FA3_CACHE_DIR, else `fa3` in the user's cache folder.
+    """Return the folder of compiled kernels: $FA3_CACHE_DIR, else `fa3` in the user's cache.
 
-    Raises:
-        RuntimeError: neither the environment nor a home folder says where.
-    """
+    Raises RuntimeError if neither the environment nor a home folder says where."""
     if path := os.environ.get("FA3_CACHE_DIR"):
         return Path(path).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa3"
 
 
 def fetch(key: str, make: Callable[[], bytes]) -> bytes:
-    """The object of a key: read from disk, else made and written there.
+    """Return the object of a key: read from disk, else made and written there.
 
-    One process makes an object, and others that want it wait. This needs file locks; without them,
-    as on some network file systems, each process makes its own.
-
-    Args:
-        key: with fa3's sources, all that determines the object.
-        make: makes the object; its errors are passed on.
-    """
+    The key has all that determines the object, besides fa3's sources. One process makes it, and
+    others
+    that want it wait. This needs file locks; without them, as on some network file systems, each
+    process makes its own."""
     try:
         path = path_of(key)
     except RuntimeError as error:
@@ -96,11 +91,7 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def path_of(key: str) -> Path:
-    """The file of a key's object.
-
-    Raises:
-        RuntimeError: there is no folder for it.
-    """
+    """Return the file of a key's object; raise RuntimeError if there is no folder for it."""
     digests = [(name, digest) for name, (_, digest) in SOURCES.items()]
     name = hashlib.sha256(repr((key, digests)).encode()).hexdigest()
     return cache_dir() / f"{name}.o"
@@ -144,11 +135,7 @@ def keep(path: Path, code: bytes) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that `read` reads, atomically.
-
-    Raises:
-        OSError: that is not possible, or others may write to its folder.
-    """
+    """Write a file that `read` reads, atomically; raise OSError if that is not possible."""
     unfinished = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
     try:
         check_trust(path.parent, path.parent.stat())
@@ -166,11 +153,7 @@ def sealed(path: Path, code: bytes) -> bytes:
 
 
 def check_trust(path: Path, status: os.stat_result) -> None:
-    """Check that only the user and root can have written a file, or the files in a folder.
-
-    Raises:
-        PermissionError: others can.
-    """
+    """Raise PermissionError unless only the user and root can have written a file."""
     if status.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to uid {status.st_uid}, neither to you (uid {os.geteuid()})"
         raise PermissionError(errno.EPERM, f"{reason} nor to root")
@@ -181,11 +164,7 @@ def check_trust(path: Path, status: os.stat_result) -> None:
 
 
 def check_can_keep(folder: Path) -> None:
-    """Make the folder if it is not there, and check that objects can be kept in it.
-
-    Raises:
-        OSError: they cannot.
-    """
+    """Make the folder if it is not there; raise OSError if objects cannot be kept in it."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     check_trust(folder, folder.stat())
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -82,11 +82,7 @@ class CompiledKernel:
 
 
 def compiled(kernel: Kernel, options: str) -> Any:
-    """Compile a kernel.
-
-    Raises:
-        ValueError: a user's score or mask does not compile.
-    """
+    """Compile a kernel; raise ValueError if a user's score or mask does not compile."""
     try:
         with COMPILING:
             return cute.compile(kernel, *kernel.arguments(), options=options)
@@ -99,11 +95,7 @@ def compiled(kernel: Kernel, options: str) -> Any:
 
 
 def compile_kernel(kernel: Kernel) -> CompiledKernel:
-    """Compile a kernel without the cache; keep its machine code and the compiler's remarks.
-
-    Raises:
-        ValueError: a user's score or mask does not compile.
-    """
+    """Compile a kernel without the cache; keep its machine code and the compiler's remarks."""
     with tempfile.TemporaryDirectory() as folder:
         remarks = Path(folder, "remarks.yaml")
         outputs = ("--keep-cubin", "--dump-dir", folder, "--remark-output", str(remarks))
@@ -112,11 +104,7 @@ def compile_kernel(kernel: Kernel) -> CompiledKernel:
 
 
 def load_kernel(kernel: Kernel) -> Callable:
-    """The kernel's callable: from memory, else from disk, else compiled and kept.
-
-    Raises:
-        ValueError: a user's score or mask does not compile.
-    """
+    """Return the kernel's callable: from memory, else from disk, else compiled and kept."""
     try:
         return LOADED[kernel]
     except KeyError:

@@ -114,11 +114,7 @@ def made_apart(make: Callable[[], torch.Tensor], device: torch.device) -> torch.
 
 
 def capture_of(stream: int) -> Capture | None:
-    """The capture that torch's current stream takes part in; None if it is not captured.
-
-    Args:
-        stream: the handle of torch's current stream.
-    """
+    """Return the capture that a stream, the current one, takes part in; None without one."""
     if stream == LEGACY or not torch._C._cuda_isCurrentStreamCapturing():
         return None
     number, graph = capture_info(stream)
@@ -149,11 +145,7 @@ def forget_the_gone() -> None:
 
 
 def succeeded(result: tuple):
-    """The values that a driver call returned, without its status.
-
-    Raises:
-        RuntimeError: the call failed.
-    """
+    """Return the values of a driver call without its status; RuntimeError if it failed."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"CUDA does not tell how a graph is captured: {error.name}")

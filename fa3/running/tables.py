@@ -20,9 +20,7 @@ class Table:
     def upload(cls, table: np.ndarray, device: torch.device) -> "Table":
         """Copy a table to the GPU; wait for the copy but for no other work.
 
-        Raises:
-            RuntimeError: a CUDA graph is being captured.
-        """
+        Raises RuntimeError while a CUDA graph is captured."""
         if is_capturing(device):
             raise RuntimeError(
                 "q, k and v have sizes that were not planned before, and its tile order cannot "

@@ -16,17 +16,10 @@ END = -1  # marks the end of a cluster's column in a table
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
     """Raise unless the clusters' segments cover every tile of the schedule's order exactly once.
 
-    There may be more clusters than the GPU holds at once: no cluster waits for one that has not
-    started.
-
-    Args:
-        first_blocks, end_blocks: key blocks [first, end) of each tile, by its number.
-
-    Raises:
-        TypeError: it is not a schedule, or a field has the wrong type.
-        ValueError: a field has a wrong value; or it names the first tile that does not exist,
-            comes twice, or is left out, or whose key blocks do or are.
-    """
+    There may be more clusters than the GPU holds: no cluster waits for one that has not started.
+        The
+    error names the first tile that does not exist, comes twice or is left out. `first_blocks` and
+    `end_blocks` are key blocks [first, end) of each tile, by its number."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be one of fa3.schedules, got {shown(schedule)}")
     for name, size in vars(schedule.order).items():
@@ -78,11 +71,7 @@ def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
 
 
 def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
-    """How many segments each tile has, by its number.
-
-    Raises:
-        ValueError: a segment has the number of no tile, or a tile has no segment.
-    """
+    """Return how many segments each tile has; raise ValueError for a missing or foreign tile."""
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
         raise ValueError(
@@ -98,11 +87,7 @@ def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
 def check_key_blocks(
     order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
 ) -> None:
-    """Raise ValueError unless the segments of every tile cover its key blocks exactly once.
-
-    Args:
-        segments: (segments, 4), sorted by tile, then by first key block.
-    """
+    """Raise ValueError unless segments, sorted by tile and block, cover all blocks once."""
     index, first, end, _ = segments.T
     begins_tile = np.diff(index, prepend=-1) != 0
     begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
@@ -128,11 +113,8 @@ def check_parts(
 ) -> None:
     """Raise unless the parts of every tile agree on their slots, and every slot has one part.
 
-    Args:
-        segments: (segments, 4), sorted by tile, then by first key block.
-        num_slots: slots that the schedule says it has.
-        num_parts: segments of every tile.
-    """
+    `segments` are sorted by tile, then by first key block; `num_parts` are the segments of each
+    tile."""
     if num_parts.max(initial=0) >= MOST_PARTS:
         raise ValueError(
             f"schedule cuts {order.tile(int(num_parts.argmax()))} into {num_parts.max()} parts, "

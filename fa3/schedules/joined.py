@@ -37,12 +37,9 @@ class MultiSequenceRecord(NamedTuple):
 
     @classmethod
     def of(cls, m_block, first_keys: tuple, end_keys: tuple, whole) -> "MultiSequenceRecord":
-        """The record of a tile, from rows of k.
+        """Return the record of a tile, from the rows of k that each half of the tile sees.
 
-        Args:
-            first_keys, end_keys: of each half of the tile. A half that sees no key has a first key
-                past all keys and the end 0.
-        """
+        A half that sees no key has a first key past all keys and the end 0."""
         begin = smaller(*first_keys)
         end = larger(larger(*end_keys), begin)
         first_end, second_begin = larger(end_keys[0], begin), smaller(first_keys[1], end)
@@ -66,11 +63,7 @@ class MultiSequenceTile(NamedTuple):
         return self.record.seqlen_k
 
     def keys_of(self, row_begin, num_rows) -> tuple:
-        """Keys of the tile that some of its rows see, [first, end).
-
-        Args:
-            row_begin, num_rows: rows of q, all of them or from one half.
-        """
+        """Return the keys of the tile, [first, end), that rows of one half, or all rows, see."""
         record, row_last = self.record, row_begin + num_rows - 1
         # 1 where the rows begin or end in the second half, else 0.
         first_half, last_half = ((row // ROWS) % HALVES for row in (row_begin, row_last))

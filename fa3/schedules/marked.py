@@ -63,11 +63,7 @@ class RecomputeMask(NamedTuple):
     def add(self, failed: tuple, index: Int32, warp: Int32):
         """Mark a warp's rows that failed, and their tile; all threads of the warp call this.
 
-        Args:
-            failed: for each of this thread's rows whether it failed; one thread's word is enough.
-            index: the tile's number.
-            warp: this warp's index in the tile.
-        """
+        `failed` says it of each of this thread's rows; one thread's word is enough."""
         mask = Int32(0)
         for r in cutlass.range_constexpr(len(failed)):
             mask = mask | (bit_of_row(r) if failed[r] else Int32(0))
@@ -83,12 +79,7 @@ class RecomputeMask(NamedTuple):
 
     @cute.jit
     def add_row(self, index: Int32, row: Int32):
-        """Mark a row of a tile, and the tile.
-
-        Args:
-            index: the tile's number.
-            row: the row's place in the tile.
-        """
+        """Mark a row, by its place in the tile with this number, and the tile."""
         words = self.words.iterator
         bit, of_row = Int32(1) << (row % ROWS_OF_WARP), self.rows(index, row // ROWS_OF_WARP)
         cute.arch.atomic_or(words + of_row, bit, sem="relaxed", scope="gpu")
@@ -125,15 +116,12 @@ class RecomputeCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class RecomputeTiles(Dynamic):
-    """Each CTA takes the next marked tile when it is ready for one.
+    """Each CTA takes the next marked tile when it is ready for one; `counters` are the marks.
 
     Producers look for marked tiles and tell their consumers. Almost always there are none: then
-    they read one word and leave. Users cannot choose this schedule: it serves calls whose softmax
-    has a fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`).
-
-    Fields:
-        counters: the words of `RecomputeMask`.
-    """
+    they
+    read one word and leave. Users cannot choose this schedule: it serves calls whose softmax has a
+    fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`)."""
 
     @property
     def num_counters(self) -> int:

@@ -194,9 +194,7 @@ class Schedule:
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         """Raise unless its clusters work on every tile of its order exactly once.
 
-        Args:
-            first_blocks, end_blocks: key blocks [first, end) of each tile, by its number.
-        """
+        The arguments are key blocks [first, end) of each tile, by its number."""
 
     # ----------------------------------------------------------------------------------- device
     @classmethod

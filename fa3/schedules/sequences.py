@@ -115,11 +115,7 @@ class PackedQueries:
     rows_of_tile: int  # rows of a tile
 
     def read(self, entry, batch, most) -> tuple:
-        """A sequence's first row of q, and its number of queries: 0 if it has more than `most`.
-
-        Args:
-            entry: reads an entry of a table.
-        """
+        """Return a sequence's first row of q, and its number of queries: 0 if above `most`."""
         begin, count = self.lengths.read(batch, entry)
         is_longer = smaller(larger(count - most, 0), 1)
         return begin, count * (1 - is_longer)

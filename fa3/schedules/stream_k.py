@@ -67,9 +67,7 @@ class Chunks:
     def of_tiles(cls, total, num_crews, fewest, most) -> "Chunks":
         """Pieces of whole tiles, if all have as many blocks and that leaves few crews idle.
 
-        Args:
-            fewest, most: blocks of the shortest and of the longest tile.
-        """
+        `fewest` and `most` are the blocks of the shortest and of the longest tile."""
         size = num_crews.quotient(total + num_crews.value - 1)
         whole = (size + most - 1) // larger(most, 1) * most
         # 1 or 0: tiles differ; too many crews would be idle.

@@ -53,10 +53,8 @@ class Stretches(NamedTuple):
     def of(cls, work, longest, num_tiles, num_ctas) -> "Stretches":
         """The stretches of some tiles; less than 2**30 work.
 
-        Args:
-            work: of all tiles, each its blocks and `BLOCKS_OF_TILE`.
-            longest: blocks of the longest tile.
-        """
+        `work` is of all tiles, each its blocks and `BLOCKS_OF_TILE`; `longest` the longest tile's
+        blocks."""
         length = larger((work + num_ctas - 1) // num_ctas, SHORTEST_STRETCH)
         least = larger(length // LEAST_GAIN, LEAST_BLOCKS)
         pays = either(longest - length >= least, 1, 0)

@@ -63,9 +63,7 @@ class TileList(TableSchedule):
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
         """Assign the tiles so that all clusters end at nearly the same time (see `balance`).
 
-        Args:
-            times: how long each tile takes, by its number, in any unit.
-        """
+        `times` says how long each tile takes, by its number, in any unit."""
         owners = balance(times, num_clusters)
         table = columns_of_owners(np.arange(order.num_tiles), owners, num_clusters)
         return cls(order, num_clusters, table)
@@ -145,14 +143,9 @@ def as_tile(given: object, position: int) -> Tile:
 
 
 def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
-    """A table with a column for every cluster: its entries in their order, then `END`.
+    """Return a table with a column for every cluster: its entries in their order, then `END`.
 
-    Args:
-        entries: (n,) or (n, fields) integers; `owners` has the cluster of each entry.
-
-    Returns:
-        (rounds, num_clusters) or (rounds, num_clusters, fields) int32, flat.
-    """
+    Entries are (n,) or (n, fields) integers, the table (rounds, num_clusters, ...) int32, flat."""
     # NumPy's stable sort is a radix sort for integers of up to 16 bits.
     by_owner = np.argsort(owners.astype(np.min_scalar_type(num_clusters)), kind="stable")
     counts = np.bincount(owners, minlength=num_clusters)
@@ -164,20 +157,12 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
 
 
 def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
-    """Assign tiles to clusters so that all clusters end at nearly the same time.
+    """Return the cluster of each tile, such that all clusters end at nearly the same time.
 
     Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
     late, the first ones are assigned in whole rounds, a round's longest tile to the cluster with
     the least work: clusters stay within about the longest tile of each other. The last tiles even
-    this out: greedily in their order, or longest-first if that order ends too late.
-
-
-    Args:
-        times: how long each tile takes, in the order in which a cluster works on its tiles.
-
-    Returns:
-        The cluster of each tile.
-    """
+    this out: greedily in their order, or longest-first if that order ends too late."""
     ticks = in_ticks(times)
     free_at = np.zeros(num_clusters, np.int64)
     mean = ticks.sum() / max(1, num_clusters)
@@ -226,15 +211,9 @@ def in_ticks(times: np.ndarray) -> np.ndarray:
 
 
 def assign_greedily(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
-    """Greedy assignment: each unit of work, in order, goes to the first free cluster.
+    """Give each unit of work, in order, to the first cluster that is free.
 
-    Args:
-        ticks: how long each unit takes.
-        free_at: when each cluster becomes free.
-
-    Returns:
-        The cluster of each unit, and when the last cluster is done.
-    """
+    Returns the cluster of each unit, and when the last cluster is done."""
     # A heap entry is time * num_clusters + cluster: one integer compares faster than a pair.
     num_clusters = len(free_at)
     heap = (free_at * num_clusters + np.arange(num_clusters)).tolist()

@@ -114,10 +114,8 @@ class Method(NamedTuple):
 def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
     """Trace an error raised while a kernel of this spec was compiled to a user's method.
 
-    Returns:
-        An error that names the class, the method, its line of source and the cause; None if the
-        error does not come from a user's score or mask.
-    """
+    Returns an error that names the class, the method, its line of source and the cause; None if the
+    error does not come from a user's score or mask."""
     kinds = [template.kind for template in (*spec.scores, *spec.mask.templates)]
     found = (Method.of(kind, name) for kind in kinds for name in EXPECTED)
     methods = [method for method in found if method]
@@ -138,16 +136,10 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def check_class(kind: type, base: type, name: str) -> None:
-    """Raise unless the objects of a class can go to a kernel, as far as the source says.
+    """Raise unless objects of a class can go to a kernel, as far as the source says.
 
-    Args:
-        base: `Score` or `Mask`.
-        name: the method that kernels call.
-
-    Raises:
-        TypeError: the class is no frozen dataclass, or does not define the method.
-        ValueError: the method does not compile.
-    """
+    `base` is `Score` or `Mask`, `name` the method that kernels call. TypeError if the class is no
+    frozen dataclass or does not define the method, ValueError if the method does not compile."""
     if not (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen):
         raise TypeError(f"{kind.__name__} must be a frozen dataclass")
     if getattr(kind, name) is getattr(base, name):
@@ -170,12 +162,11 @@ def check_class(kind: type, base: type, name: str) -> None:
 def faults(
     kind: type, function: Callable, num_given: int
 ) -> Iterator[tuple[Exception, int | None]]:
-    """What the source of a method shows to be wrong, and in which line: an attribute that its
-    object or the position does not have, or no result.
+    """Yield what the source of a method shows to be wrong, and in which line.
 
-    Args:
-        num_given: arguments that kernels call it with; the position is the last one.
-    """
+    That is an attribute that its object or the position does not have, or no result. Kernels call
+    it
+    with `num_given` arguments; the position is the last one."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError):

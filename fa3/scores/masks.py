@@ -222,11 +222,7 @@ class Mask:
 
 
 def as_integer(bound):
-    """A bound of a user's range, on the host or in a kernel.
-
-    Raises:
-        TypeError: the bound is not an integer.
-    """
+    """Return a bound of a user's range; raise TypeError if it is no integer."""
     if not isinstance(bound, int | Integer):
         raise TypeError(f"a bound of a range must be an integer, got {shown(bound)}")
     return bound

@@ -73,9 +73,7 @@ class Score:
     def apply(self, scores: cute.Tensor, rows, coords: ScoreCoords, n_block, sequence, unit):
         """Change a block's scores (rows, columns) in place.
 
-        Returns:
-            for each row a shift that is still to be added to its scores; None for no shifts.
-        """
+        Returns for each row a shift that is still to be added to its scores; None for no shifts."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 at = coords.position(r, c, n_block, sequence)
@@ -86,9 +84,7 @@ class Score:
     ):
         """Change a block of S^T (keys, queries) in place, all of it: no shifts are left.
 
-        Returns:
-            the derivative of each natural logit by the one before, or None where all are 1.
-        """
+        Returns the derivative of each natural logit by the one before, or None where all are 1."""
         raise NotImplementedError(f"{type(self).__name__} has no derivative")
 
 
@@ -285,9 +281,7 @@ class ScorePipeline:
     def apply(self, values: cute.Tensor, n_block, masked: cutlass.Constexpr):
         """Change a block's scores (rows, columns) in place, and set masked ones to -inf.
 
-        Returns:
-            the shifts of the rows, see `fa3.primitives.softmax`.
-        """
+        Returns the shifts of the rows, see `fa3.primitives.softmax`."""
         shifts = None
         for i in cutlass.range_constexpr(len(self.scores)):
             if cutlass.const_expr(shifts is not None):
@@ -344,9 +338,7 @@ class TransposedScorePipeline:
     def apply(self, values: cute.Tensor, m_block, masked: cutlass.Constexpr):
         """Change a block of S^T (keys, queries) in place, and set masked scores to -inf.
 
-        Returns:
-            factors of dS (keys, queries): the derivatives of all scores that have one.
-        """
+        Returns factors of dS (keys, queries): the derivatives of all scores that have one."""
         factors = []
         for i in cutlass.range_constexpr(len(self.scores)):
             slopes = self.scores[i].apply_transposed(

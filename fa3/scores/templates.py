@@ -54,12 +54,11 @@ class Template:
 
     @classmethod
     def of(cls, instance: object) -> "Template":
-        """The template of a dataclass.
+        """Return the template of a dataclass.
 
-        Raises:
-            TypeError: it is no dataclass, a field is not an argument of its class's constructor,
-                or a plain field cannot be hashed.
-        """
+        Raises TypeError if it is none, a field is not an argument of its class's constructor, or a
+        plain
+        field cannot be hashed."""
         kind = type(instance)
         if not dataclasses.is_dataclass(kind):
             raise TypeError(f"{kind.__name__} must be a frozen dataclass")

@@ -88,11 +88,7 @@ def make_parser(version: str) -> Parser:
 
 
 def add_option(command: Any, flag: str, kind: Any, text: str, **settings: Any) -> None:
-    """Add an option of a kind: `bool` for a flag, choices, or what reads the text of a value.
-
-    Args:
-        text: its help.
-    """
+    """Add an option with a help text: a flag (`bool`), choices, or what reads a value."""
     if kind is bool:
         settings.setdefault("action", "store_true")
     elif isinstance(kind, tuple | dict):

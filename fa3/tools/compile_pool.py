@@ -2,9 +2,8 @@
 
 A worker is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
 spawns would run the caller's script again. Kernels come pickled through its standard input; each is
-answered by a line. What is printed meanwhile goes to the standard error. Kernels go to the cache on
-disk.
-"""
+answered by a line, and goes to the cache on disk. What is printed meanwhile goes to the standard
+error."""
 
 import contextlib
 import os
@@ -29,12 +28,9 @@ PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_pool impo
 class CompilePool:
     """Compiles kernels in so many processes, the first ones first, inside of its `with`.
 
-    A thread waits for each process. What is not done at the end is given up; the processes are
-    killed, which leaves nothing broken on disk.
-
-    Attributes:
-        waiting: kernels that no process has.
-    """
+    A thread waits for each process. What is not done at the end stays in `waiting`; the processes
+    are
+    killed, which leaves nothing broken on disk."""
 
     def __init__(self, kernels: Iterable[Kernel], processes: int) -> None:
         self.waiting = deque(kernels)
@@ -60,10 +56,7 @@ class CompilePool:
             worker.communicate()
 
     def next_done(self) -> Kernel:
-        """Wait for a kernel that was tried, each once, and return it.
-
-        Whether it is on disk now tells whether that went well.
-        """
+        """Wait for a kernel that was tried; whether it is on disk tells if that went well."""
         return self.tried.get()
 
     def compile_waiting(self) -> None:

@@ -38,11 +38,7 @@ class CubinReport:
 
     @cached_property
     def instructions(self) -> tuple[str, ...]:
-        """The SASS in program order, predicate and operands included.
-
-        Raises:
-            ModuleNotFoundError: the package with nvdisasm is not installed.
-        """
+        """The SASS in program order, predicate and operands included; needs nvdisasm."""
         return tuple(INSTRUCTION.findall(disassemble(self.cubin)))
 
     @cached_property
@@ -56,11 +52,7 @@ class CubinReport:
 
 
 def inspect(cubin: bytes) -> CubinReport:
-    """Read the resources of the one kernel in a cubin; its instructions are read when asked for.
-
-    Raises:
-        ValueError: the bytes are no cubin, or one with several kernels.
-    """
+    """Read the resources of the one kernel in a cubin; raise ValueError if it has others."""
     sections = elf_sections(cubin)
     resources = dict(attributes(sections[".nv.info"]))
     kernels = [name for name in sections if name.startswith(".text.")]

@@ -15,15 +15,9 @@ NARROWEST_SEAM = 0.1  # most of a tile's width that the seams to its neighbours 
 def draw_tile_order(
     plan: Plan, timeline: Timeline, path: Path, recorded: Timeline | None = None
 ) -> None:
-    """Write a PNG of the tiles of every SM over time.
+    """Write a PNG of the tiles of every SM over time, of a simulation `plan.simulate()`.
 
-    Args:
-        timeline: the simulation, `plan.simulate()`.
-        recorded: what the GPU did, from `fa3.record_timeline`; drawn below, on the same scale.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    What was `recorded` on the GPU is drawn below, on the same scale. Needs matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -236,10 +236,7 @@ def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
 def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Tensor | None:
     """Return the method at the samples, as `by_reference`; None if it runs on GPUs only.
 
-    Raises:
-        ValueError: it does not end, or reads where there is no memory.
-        RuntimeError: the compiler fails.
-    """
+    Raises ValueError if it does not end, or reads where there is no memory."""
     result = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
     places, logits, shared = map(from_dlpack, (samples.places, samples.logits, result))
     arguments = tuple(map(from_dlpack, tensors)) or None, places, *samples.sizes[2:]
@@ -302,11 +299,7 @@ def compare_versions(
 
 
 def check_ranges(spec: AttentionSpec, tensors: tuple, seen: torch.Tensor, samples: Samples) -> None:
-    """Raise ValueError if a mask's ranges miss a visible key, or have a hidden one.
-
-    Args:
-        seen: which keys `reference` lets through, as floats.
-    """
+    """Raise ValueError if a mask's ranges miss a key that `reference` sees, or have another."""
     _, mask, _ = bind(spec, map(HostTensor, tensors))
     function, keys = mask.function, samples.keys
     rows_of_keys = seen.bool().view(-1, len(samples.queries), len(keys))

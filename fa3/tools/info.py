@@ -84,12 +84,7 @@ def describe_tuned(gpu_name: str) -> str:
 
 
 def run_cache(options: argparse.Namespace) -> None:
-    """Show the folder, or remove files from it; takes the options of the command line.
-
-    Raises:
-        PermissionError: the folder may be written to by others, or a file cannot be removed.
-        RuntimeError: there is no folder for kernels.
-    """
+    """Show the folder, or remove files from it; takes the options of the command line."""
     folder = cache_dir()
     count, size = count_kernels(folder)
     reason = None

@@ -207,9 +207,7 @@ def preset_of(preset: str | Path) -> Model:
 def model_of(preset: str | Path | None, dtype: str | None = None, **options: object) -> Model:
     """Return the model that the options of `warmup` describe; None stands for a default.
 
-    Raises:
-        ValueError: options are missing, do not go together, or no kernel can run the model.
-    """
+    Raises ValueError if options are missing, do not go together, or no kernel can run the model."""
     named: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if preset is not None:
         if named:

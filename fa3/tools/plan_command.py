@@ -162,12 +162,11 @@ NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
 
 
 def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescription:
-    """How `flash_attn_varlen_func` attends to sequences that are all equally long.
+    """Say how `flash_attn_varlen_func` attends to sequences that are all equally long.
 
-    Args:
-        problem: the sequences as a dense call.
-        window: of the call; its kernels have all bounds that hide something at some length.
-    """
+    `problem` has the sequences as a dense call. Kernels have all bounds of the call's `window` that
+    hide
+    something at some length."""
     batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
     longest = problem.seqlen_q, problem.seqlen_k
     window = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)

@@ -70,10 +70,7 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 class Runner:
     """Runs calls from the host one by one, all sets of inputs in turn, or replays a graph of many.
 
-    Attributes:
-        launch: "eager" or "graph".
-        us: microseconds of a call, as measured last.
-    """
+    `us` are the microseconds of a call, as measured last."""
 
     launch = "eager"
 

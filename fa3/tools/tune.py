@@ -61,10 +61,7 @@ def tune_here(options: argparse.Namespace) -> None:
 def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
     """Measure plans of each problem, keep the fastest, and print their times.
 
-    Raises:
-        ValueError: a problem has more than a mask, or nothing to compute.
-        RuntimeError: plans cannot be kept, or no kernel of a problem could be compiled.
-    """
+    Raises RuntimeError if plans cannot be kept, or no kernel of a problem could be compiled."""
     plans = {problem: plans_to_measure(problem, gpu) for problem in problems}
     check_folder()
     kernels = dict.fromkeys(kernel for some in plans.values() for kernel in kernels_of_plans(some))
@@ -96,9 +93,7 @@ def kernels_of_plans(plans: Iterable[AnyPlan]) -> Iterator[Kernel]:
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     """Return the planner's choice, then the plans that are predicted to be the next fastest.
 
-    Raises:
-        ValueError: the problem has more than a mask, or nothing to compute.
-    """
+    Raises ValueError if the problem has more than a mask, or nothing to compute."""
     spec = problem.spec
     plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band.of(problem.window))
     if spec != plain or not problem.flops:

@@ -262,13 +262,7 @@ def check_kept(kernels: Sequence[Kernel]) -> None:
 def kernels_of(
     model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
 ) -> Iterator[Kernel]:
-    """All kernels that a model can need, some of them repeatedly.
-
-    Args:
-        calls: kinds of calls, of `CALLS`.
-        page_sizes: of the caches, 0 for one without pages.
-        rotary: the embedding as tokens are appended.
-    """
+    """Yield all kernels that a model can need with these calls, some of them repeatedly."""
     if "dense" in calls:
         yield from dense_kernels(model)
     for window in model.windows:
@@ -384,11 +378,10 @@ def kernels_on_cache(
 
 
 def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | None:
-    """The rotary embedding by its name in `ROTARIES`, with tables of a dtype, else the model's.
+    """Return the rotary embedding of a name in `ROTARIES`; None for "none".
 
-    Raises:
-        ValueError: there is none of this name, for this dtype or for the model's head size.
-    """
+    Its tables have a dtype, by default the model's. Raises ValueError if there is no such
+    embedding."""
     if rotary not in ROTARIES:
         raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
     if dtype not in (None, model.dtype, "float32"):
@@ -408,11 +401,7 @@ def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | N
 
 
 def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> None:
-    """Compile kernels in so many processes.
-
-    Args:
-        progress: whether to tell of them on the standard error.
-    """
+    """Compile kernels in so many processes; tell of the progress on the standard error."""
     begin, total = time.perf_counter(), len(kernels)
     with CompilePool(kernels, processes) as pool:
         for done in range(1, total + 1):
