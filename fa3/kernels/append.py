@@ -163,9 +163,7 @@ class NewTokens:
 
 class Queries(NamedTuple):
     """The queries (batch, seqlen, heads, head_dim), and the tensor for the rotated ones.
-
-    Query i is at position old length + `i * step` of its sequence.
-    """
+    Query i is at position old length + `i * step` of its sequence."""
 
     q: cute.Tensor
     rotated: cute.Tensor

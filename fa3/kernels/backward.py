@@ -252,7 +252,7 @@ class Backward(AttentionKernel):
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        tensors.fused.preprocess(self.spec, self.config, smem.ticket, warp_idx)
+        tensors.fused.preprocess(self, smem.ticket, warp_idx)
         registers, context = self.config.registers_of_roles, (tensors, smem, pipelines, sequences)
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(registers.producer)
@@ -272,7 +272,6 @@ class Backward(AttentionKernel):
             self.roles(*context, schedule, cursor).mma(softmax_scale)
 
     def roles(self, tensors, smem, pipelines, sequences, schedule, cursor) -> BackwardRoles:
-        """The roles of a CTA. No variable has them: a branch would carry all their fields."""
         """The roles of a CTA. No variable has them: a branch would carry all their fields."""
         scores, mask, _ = bind(self.spec, tensors.modifiers)
         context = tensors, smem, pipelines, sequences, schedule, cursor

@@ -40,10 +40,8 @@ from fa3.kernels.backward_preprocess import TilePreprocess, warps_of_tile
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.fragments import convert_words, words_of
 from fa3.primitives.query_tiles import PAIR
-from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import QUAD, VECTOR, vector_of
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
-from fa3.problem import AttentionSpec
 from fa3.schedules.query_index import (
     PREPROCESS_SHARES,
     DenseQueryIndex,
@@ -70,21 +68,18 @@ class FusedPrePostprocess(NamedTuple):
     @cute.jit
     def preprocess(
         self,
-        spec: cutlass.Constexpr[AttentionSpec],
-        config: cutlass.Constexpr[BackwardConfig],
+        kernel: cutlass.Constexpr,
         ticket: cute.Tensor,  # (1,), int32 in shared memory, for the number of the next share
         warp_idx: Int32,
     ):
         """Preprocess the remaining queries, if this CTA is one of the first; all warps call this.
-
-        A CTA that is done takes another share, which may belong to a CTA that cannot run yet.
-        """
+        A CTA that is done takes another share, which may belong to a CTA that cannot run yet."""
         if self.call.num_tiles < self.groups.num_tiles:
             shares = cutlass.min(Int32(PREPROCESS_SHARES), cute.arch.grid_dim()[0])
-            warps = config.threads // WARP
+            warps = kernel.config.threads // WARP
             share = self.take_share(ticket, warp_idx)
             while share < shares:
-                self.preprocess_units(spec, config, share * warps + warp_idx, shares * warps)
+                self.preprocess_units(kernel, share * warps + warp_idx, shares * warps)
                 share = self.take_share(ticket, warp_idx)
 
     @cute.jit
@@ -99,20 +94,13 @@ class FusedPrePostprocess(NamedTuple):
         return ticket[0]
 
     @cute.jit
-    def preprocess_units(
-        self,
-        spec: cutlass.Constexpr[AttentionSpec],
-        config: cutlass.Constexpr[BackwardConfig],
-        index: Int32,
-        step: Int32,
-    ):
+    def preprocess_units(self, kernel: cutlass.Constexpr, index: Int32, step: Int32):
         """Preprocess every `step`-th unit, a warp's part of a tile; one warp calls this.
-
-        The next unit's loads are in flight while the stores of the present one are waited for.
-        """
+        The next unit's loads are in flight while the stores of the present one are waited for."""
         call, queries, groups = self.call, self.queries, self.groups
-        tile_m, units = config.tile_m, warps_of_tile(spec, config.tile_m)
-        rows = TilePreprocess.of(spec, config, call, units)
+        tile_m = kernel.config.tile_m
+        units = warps_of_tile(kernel.spec, tile_m)
+        rows = TilePreprocess.of(kernel.spec, kernel.config, call, units)
         end = groups.num_tiles * units
         unit = call.num_tiles * units + index
         tile = cutlass.min(unit, end - 1) // units
@@ -133,15 +121,11 @@ class FusedPrePostprocess(NamedTuple):
                 group, count = groups.group_of(tile), Int32(0)
 
     @cute.jit
-    def wait_until_preprocessed(
-        self,
-        spec: cutlass.Constexpr[AttentionSpec],
-        config: cutlass.Constexpr[BackwardConfig],
-        group: Int32,
-    ):
+    def wait_until_preprocessed(self, kernel: cutlass.Constexpr, group: Int32):
         """Wait until all queries of a head group are preprocessed; one warp calls this."""
         if self.groups.tiles_before(group) >= self.call.num_tiles:
-            count = self.groups.tiles_in(group) * warps_of_tile(spec, config.tile_m)
+            units = warps_of_tile(kernel.spec, kernel.config.tile_m)
+            count = self.groups.tiles_in(group) * units
             self.wait_for_flag(group, PREPROCESSED, count)
             cute.arch.fence_proxy("async.global")
 
@@ -168,20 +152,14 @@ class FusedPrePostprocess(NamedTuple):
 
     @cute.jit
     def wait_until_accumulated(
-        self,
-        spec: cutlass.Constexpr[AttentionSpec],
-        config: cutlass.Constexpr[BackwardConfig],
-        tile: Int32,
-        complete: Int32,
-        order,
+        self, kernel: cutlass.Constexpr, tile: Int32, complete: Int32, order
     ) -> Int32:
         """Wait, unless `complete`, until all key tiles of a query tile's head group have added.
-
         Where packed sequences use no keys, no key tile has waited for the preprocessing. So this
         waits for it, too. Returns the head group."""
         group = self.groups.group_of(tile)
         if group != complete:
-            self.wait_until_preprocessed(spec, config, group)
+            self.wait_until_preprocessed(kernel, group)
             tiles = order.tiles_in(group)
             self.wait_for_flag(group, ACCUMULATED, tiles)
         return group
@@ -191,24 +169,19 @@ class FusedPrePostprocess(NamedTuple):
     @cute.jit
     def convert_dq(
         self,
-        spec: cutlass.Constexpr[AttentionSpec],
-        config: cutlass.Constexpr[BackwardConfig],
+        kernel: cutlass.Constexpr,
         order,  # of the key tiles
     ):
         """Write dQ piece by piece until none is left; one warp calls this.
-
-        Half of a piece is always on its way from memory.
-        """
-        pieces = config.pieces(padded(spec.head_dim))
+        Half of a piece is always on its way from memory."""
+        config, pieces = kernel.config, kernel.pieces
         convert = ConvertDq.of(pieces, config.tile_m, self.call, self.dq, self.scale)
         count = self.groups.num_tiles * pieces.count
         number, complete = self.first_lanes(self.take_piece()), Int32(-1)
         tile, piece = self.piece(config, pieces, cutlass.min(number, count - 1))
         has_value = Boolean(True)
         if number < count:
-            complete = self.wait_until_accumulated(
-                spec, config, number // pieces.count, complete, order
-            )
+            complete = self.wait_until_accumulated(kernel, number // pieces.count, complete, order)
             has_value = self.has_value(tile)
             convert.load(tile, piece, 0)
         while number < count:
@@ -220,7 +193,7 @@ class FusedPrePostprocess(NamedTuple):
             next_tile, next_piece = self.piece(config, pieces, cutlass.min(number, count - 1))
             if number < count:
                 complete = self.wait_until_accumulated(
-                    spec, config, number // pieces.count, complete, order
+                    kernel, number // pieces.count, complete, order
                 )
                 next_has_value = self.has_value(next_tile)
                 convert.load(next_tile, next_piece, 0)
@@ -341,9 +314,7 @@ def four_columns(words: cute.Tensor, quad: cutlass.Constexpr, is_lower) -> tuple
 @cute.jit
 def eight_columns(left: tuple, right: tuple, is_right) -> cute.Tensor:
     """Eight columns of a row, in words, from four columns of each of two quads.
-
-    Of two lanes, two apart, the second one gets the right quad.
-    """
+    Of two lanes, two apart, the second one gets the right quad."""
     vector = cute.make_rmem_tensor(QUAD, Uint32)
     for i in cutlass.range_constexpr(PAIR):
         kept, sent = (right[i] if is_right else left[i]), (left[i] if is_right else right[i])

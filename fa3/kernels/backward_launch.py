@@ -114,10 +114,8 @@ class BackwardConfig:
     @property
     def takes_turns(self) -> bool:
         """Whether the MMA warpgroups take turns for S and P: where P takes long.
-
         At head size 64 it takes as long as a product. Where it takes half as long, turns gained
-        nothing (docs/experiments.md).
-        """
+        nothing (docs/experiments.md)."""
         return self.queries > ROWS
 
     @property
@@ -190,9 +188,7 @@ class BackwardConfig:
 
 class BackwardArguments(NamedTuple):
     """The arguments of a launch of the backward kernel, in this order; the stream comes last.
-
-    Tensors of packed sequences are (total, heads, head_dim).
-    """
+    Tensors of packed sequences are (total, heads, head_dim)."""
 
     q: object  # (batch, seqlen_q, heads_q, head_dim)
     k: object  # (batch, seqlen_k, heads_kv, head_dim)

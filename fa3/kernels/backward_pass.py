@@ -28,20 +28,7 @@ from fa3.problem import AttentionSpec
 
 class PassArguments(NamedTuple):
     """The arguments of a backward pass, in this order; the stream comes last.
-
-    Arguments that are not named here belong to a kernel, and have the name that it gives them.
-
-    Fields:
-        buffer: float32, for what the kernels write for each other: statistics, the dQ accumulator,
-            the table of packed sequences, counters, flags of the accumulator.
-        dq_at, table_at, counters_at, dq_flags_at: where the last four begin, multiples of 4; as far
-            as they exist. Without a table `table_at` is `counters_at`.
-        groups_preprocessed: head groups that `BackwardPreprocess` does.
-        capacity, shift, and the four after them: of packed sequences; None without.
-        head_parts, block_parts, part_counters_at, parts_at: of a split, see `SplitArguments`, and
-            where its counters, after the others, and its sums begin; None without.
-        alternates: as `BackwardArguments` has it.
-    """
+    Arguments without a comment belong to a kernel, and have the name that it gives them."""
 
     q: object
     k: object
@@ -53,6 +40,8 @@ class PassArguments(NamedTuple):
     dq: object
     dk: object
     dv: object
+    # float32, for what the kernels write for each other: statistics, the dQ accumulator, the table
+    # of packed sequences, counters, flags of the accumulator.
     buffer: object
     modifiers: tuple | None
     softmax_scale: float
@@ -62,18 +51,22 @@ class PassArguments(NamedTuple):
     window_right: int
     heads_per_group: int
     num_clusters: int
+    # Where the last four begin, multiples of 4; as far as they exist. Without a table `table_at` is
+    # `counters_at`.
     dq_at: int
     table_at: int
     counters_at: int
     dq_flags_at: int
     dropout: DropoutArguments | None
-    groups_preprocessed: int
+    groups_preprocessed: int  # head groups that `BackwardPreprocess` does
+    # Of packed sequences; None without.
     capacity: int | None = None
     shift: int | None = None
     cu_seqlens_q: object = None
     cu_seqlens_k: object = None
     seqused_q: object = None
     seqused_k: object = None
+    # Of a split, see `SplitArguments`; where its counters, after the others, and its sums begin.
     head_parts: int | None = None
     block_parts: int | None = None
     part_counters_at: int | None = None

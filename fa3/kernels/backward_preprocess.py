@@ -41,9 +41,7 @@ VECTORS_OF_LANE = 8  # vectors of O and of dO that a lane loads at once: 64 regi
 @dataclass(frozen=True)
 class TilePreprocess:
     """Preprocesses a warp's part of query tiles.
-
-    Neighbouring lanes share a row, and have several rows below one another.
-    """
+    Neighbouring lanes share a row, and have several rows below one another."""
 
     # spec, config: of the backward kernel.
     spec: AttentionSpec
@@ -134,10 +132,8 @@ class TilePreprocess:
     @cute.jit
     def totals_of_rows(self) -> list:
         """The sums of O dO over the rows whose statistics a lane writes.
-
         In each step a lane keeps half of its rows, the later ones if its number has the step's bit,
-        and gives the others away. So the sums of all rows take hardly more steps than one.
-        """
+        and gives the others away. So the sums of all rows take hardly more steps than one."""
         lane = cute.arch.lane_idx() % self.lanes
         is_used = lane * VECTOR < self.spec.head_dim_v
         sums = []

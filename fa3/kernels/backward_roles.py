@@ -46,10 +46,8 @@ def scores_barrier() -> pipeline.NamedBarrier:
 
 def dk_barrier() -> pipeline.NamedBarrier:
     """Where dK is in shared memory.
-
     The whole dQ warpgroup waits. Otherwise it could reach the `keys_barrier` of the next tile
-    before the MMA warpgroups have left the one of this tile.
-    """
+    before the MMA warpgroups have left the one of this tile."""
     return pipeline.NamedBarrier(DK_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
 
 
@@ -170,10 +168,8 @@ class BackwardRoles:
 
     def keys_of(self, segment, is_down) -> Tile:
         """The key tile of a segment; `m_block` is its index among the sequence's key tiles.
-
         The order counts from the last tile down. The first keys have most queries, so it is turned
-        around. In a fixed order that is done only where query blocks are walked downwards.
-        """
+        around. In a fixed order that is done only where query blocks are walked downwards."""
         m_block, head, batch = segment.tile
         turned = self.num_key_tiles(segment) - 1 - m_block
         if self.kernel.may_alternate:
@@ -250,7 +246,7 @@ class BackwardRoles:
             tile = self.tile(cursor)
             statistics = tensors.statistics.at(config.tile_m, tile.segment)
             group = self.head_group(cursor)
-            tensors.fused.wait_until_preprocessed(self.kernel.spec, config, group)
+            tensors.fused.wait_until_preprocessed(self.kernel, group)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 head, _, walk = self.query_head(tile, h)
 
@@ -275,9 +271,7 @@ class BackwardRoles:
     @cute.jit
     def load_keys(self):
         """Load K and V of each tile as soon as their buffers are free.
-
-        A warp of its own does it, so that the first Q loads do not wait for a free V buffer.
-        """
+        A warp of its own does it, so that the first Q loads do not wait for a free V buffer."""
         tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
         schedule, sequences = self.schedule, self.sequences
         _, _, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
@@ -403,7 +397,7 @@ class BackwardRoles:
             k_state.advance()
             v_state.advance()
         turns.finish()
-        tensors.fused.convert_dq(kernel.spec, config, schedule.order)
+        tensors.fused.convert_dq(kernel, schedule.order)
 
     # -------------------------------------------------------------------------------- dQ warpgroup
 
@@ -466,9 +460,7 @@ def score_coords(
 @cute.jit
 def visited_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks:
     """Query blocks that see keys of a tile; all are masked where the keys end.
-
-    A block in which the queries end needs no mask for that: its rows' statistics hide them.
-    """
+    A block in which the queries end needs no mask for that: its rows' statistics hide them."""
     config = kernel.config
     begin = n_block * config.tile_n
     blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)

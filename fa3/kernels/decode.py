@@ -260,9 +260,7 @@ class Decode(DecodeMemory):
 
     def wait_for_lengths(self):
         """Wait for the previous kernel: it may write this kernel's inputs or read its outputs.
-
-        A full cache has no lengths to wait for; `attend` waits then.
-        """
+        A full cache has no lengths to wait for; `attend` waits then."""
         if not self.cache.is_full:
             cute.arch.griddepcontrol_wait()
 
@@ -354,10 +352,8 @@ class Decode(DecodeMemory):
     @cute.jit
     def prefetch(self, operands: DecodeOperands, smem: DecodeBuffers, cut, sizes: tuple):
         """Prefetch the first blocks into L2 while the previous kernel ends.
-
         L2 is coherent, so blocks that the previous kernel still writes are safe. Lengths and page
-        tables may be outdated; then wrong blocks are prefetched, but TMA stays inside the cache.
-        """
+        tables may be outdated; then wrong blocks are prefetched, but TMA stays inside the cache."""
         if operands.q.shape[0] <= EARLY_SEQUENCES:
             walk = self.find_walk(operands, cut, sizes, is_early=True)
             cursor = walk.first()
@@ -607,9 +603,7 @@ class Decode(DecodeMemory):
         queries: tuple,
     ):
         """Count a part as written; the CTA with the last number waits for the others, and merges.
-
-        The others have come, so they run, and until they have left they wait for no CTA.
-        """
+        The others have come, so they run, and until they have left they wait for no CTA."""
         if self.merges(operands, segment):
             thread, _, _ = cute.arch.thread_idx()
             counter, others = self.counter(operands, segment), segment.part.num_parts - 1

@@ -59,11 +59,8 @@ class SegmentTableArguments(
 ):
     """The arguments of a launch, in this order; the stream comes last.
 
-    Fields:
-        cu_seqlens_q and others up to num_ctas: of `TileTableArguments`.
-        segments: int32, receives `segment_rows` segments for each of `num_ctas` CTAs at most.
-        heads: query heads.
-        rows_of_section: of `RaggedOrder`.
+    After `TileTableArguments` comes `segments`, int32, which receives `segment_rows` segments for
+    each of `num_ctas` CTAs at most; then query heads, and `rows_of_section` of `RaggedOrder`.
     """
 
     __slots__ = ()
@@ -176,7 +173,6 @@ class SegmentTable:
         self, begin: Int32, blocks: Int32, num_tiles: Int32, num_ctas: Int32, sums: cute.Tensor
     ) -> tuple[TileCut, Stretches]:
         """Cut the tile with this thread's number, for `num_ctas` CTAs.
-
         `sums` has room for three numbers of each warp."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP

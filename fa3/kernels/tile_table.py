@@ -321,7 +321,6 @@ class TileTable:
         self, operands: TileTableOperands, places: cute.Tensor, is_counting: cutlass.Constexpr
     ):
         """Count the tiles of each amount of work of all sequences, or write them.
-
         Returns the work of this lane's sequences, if it counts."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % WARP
@@ -452,9 +451,9 @@ def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -
     """Return the first of the next `count` free places for this lane's amount.
 
     `upto` is the sum of `count` over the lanes up to this one. If all amounts of a warp are equal,
-    as
-    for many short sequences, it takes its places at once: the adds of 32 lanes would wait for each
-    other."""
+    as for many short sequences, it takes its places at once: the adds of 32 lanes would wait for
+    each other.
+    """
     lane, place = cute.arch.lane_idx(), Int32(0)
     of_first = cute.arch.shuffle_sync(amount, 0)
     total = cute.arch.shuffle_sync(upto, WARP - 1)

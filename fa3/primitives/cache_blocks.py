@@ -44,7 +44,6 @@ class CacheLayout:
 
     def box(self, tile_n: int) -> int:
         """Return the keys that one TMA copy loads: a block, or the gcd of page size and block.
-
         0 if rows are gathered one by one: pages are too small, or left padding shifts blocks."""
         if not self.page_size:
             return tile_n
@@ -85,8 +84,8 @@ def block_pipeline(
     """Return the mbarrier pipeline from a producer of blocks to the warps that read them.
 
     `layout` is (tile_n, columns, stages). `GatheredBlocks` loads the blocks if it `gathers`,
-    otherwise
-    `TmaBlocks`."""
+    otherwise `TmaBlocks`.
+    """
     arguments = {
         "barrier_storage": barriers.data_ptr(),
         "num_stages": cute.size(layout, mode=[2]),
@@ -261,10 +260,8 @@ class TmaBlocks:
 @dataclass(frozen=True)
 class GatheredBlocks:
     """Loads blocks of K or V row by row, with the cp.async of a warpgroup.
-
     Each warp copies a quarter of a block's rows. Each lane looks up one row and shares its place
-    with the warp by shuffles.
-    """
+    with the warp by shuffles."""
 
     cache: cute.Tensor  # (page_size, head_dim, heads, pages)
     smem: cute.Tensor  # (tile_n, columns, stages), swizzled. Columns past head_dim are not written.

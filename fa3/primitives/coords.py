@@ -110,8 +110,8 @@ class TransposedCoords:
         """Return the coordinates of `thread` in an accumulator of this shape.
 
         It begins at the key `begins[0]`, and at the column `begins[1]` of the block; `tile` names
-        head and
-        batch."""
+        head and batch.
+        """
         coords = ScoreCoords.of(tiled_mma, thread, shape, begins[0], tile)
         column = begins[1] + coords.column
         steps = coords.row_steps, coords.column_steps

@@ -10,15 +10,12 @@ BITS = 31
 class Divisor(NamedTuple):
     """A positive divisor. Dividing by it is a multiplication: `//` takes 40 instructions in a row.
 
-    Fields:
-        magic, shift: number // value is number * magic >> shift.
-
     Source: Granlund and Montgomery, Division by invariant integers using multiplication (1994).
     """
 
     value: Int32
     magic: Uint32
-    shift: Int32
+    shift: Int32  # number // value is number * magic >> shift
 
     @classmethod
     def of(cls, value: Int32) -> "Divisor":

@@ -79,9 +79,7 @@ class DqPieces(NamedTuple):
     @property
     def in_flight(self) -> int:
         """Pieces in shared memory at once, on their way to the accumulator.
-
-        It divides the number of pieces; other numbers would do, and have not been measured.
-        """
+        It divides the number of pieces; other numbers would do, and have not been measured."""
         return next(n for n in (3, 2, 1) if self.count % n == 0)
 
     @property
@@ -115,9 +113,7 @@ class DqAccumulator(NamedTuple):
     @cute.jit
     def reduce(self, pieces: cutlass.Constexpr, piece, tile, place, memory, is_first):
         """Add a piece in shared memory to the accumulator, or store it if `is_first`.
-
-        One thread calls this. It returns at once; the thread's bulk groups say when it is done.
-        """
+        One thread calls this. It returns at once; the thread's bulk groups say when it is done."""
         numbers = pieces.numbers // pieces.count
         source = (memory.iterator + place * numbers).align(16)
         target = self.quads_of(pieces, 0, piece, tile).iterator
@@ -153,7 +149,6 @@ class DqAccumulator(NamedTuple):
     @cute.jit
     def claim(self, tile, is_zeroed: Int32) -> Boolean:
         """Claim a tile for the first store, or wait until it has a value; one thread calls this.
-
         Returns whether this thread must store; otherwise it may add."""
         is_first = Boolean(False)
         if is_zeroed == 0:
@@ -193,7 +188,6 @@ class DqSemaphore:
     @cute.jit
     def wait(self, tile, rank: Int32):
         """Wait until all earlier key tiles have added to a query tile.
-
         `rank` is the value of the semaphore that was loaded before."""
         if self.has_predecessor(tile):
             semaphore = self.dq.flag_of(tile)
@@ -203,10 +197,8 @@ class DqSemaphore:
     @cute.jit
     def load(self, tile) -> Int32:
         """Load a semaphore without waiting; the later comparison waits for the value.
-
         No acquire, which would wait. An addition is issued only after a branch on the value, and
-        made in L2, where the additions that it counts have been made.
-        """
+        made in L2, where the additions that it counts have been made."""
         rank = Int32(0)
         if self.has_predecessor(tile):
             rank = cute.arch.load(self.dq.flag_of(tile), Int32, sem="relaxed", scope="gpu")
@@ -220,19 +212,15 @@ class DqSemaphore:
 
     def signal(self, tile):
         """Say that this key tile has added to a query tile; one thread calls this.
-
-        By a maximum: key tiles that no query sees add zeros at any time.
-        """
+        By a maximum: key tiles that no query sees add zeros at any time."""
         cute.arch.atomic_max(self.dq.flag_of(tile), self.rank, sem="release", scope="gpu")
 
 
 @dataclass(frozen=True)
 class DqReduction:
     """The reduce warp's additions of one key tile and one query head.
-
     The warp does nothing else. With additions, too, the dQ warpgroup waited twice as long at the
-    fence that hands a piece over (docs/experiments.md).
-    """
+    fence that hands a piece over (docs/experiments.md)."""
 
     pieces: DqPieces  # of a tile
     dq: DqAccumulator  # the accumulator of the key tile's sequence
@@ -279,7 +267,6 @@ class DqReduction:
     @cute.jit
     def wait(self, tile, rank, state) -> Boolean:
         """Wait until a block may be added; for lane 0 return whether it must be stored.
-
         Not before dQ is there, as flags may not be zero yet. In a fixed order `rank` is the tile's
         semaphore as it was loaded before."""
         is_first = Boolean(False)
@@ -295,7 +282,6 @@ class DqReduction:
 
     def sync(self):
         """Sync the warp before lane 0 releases a stage.
-
         A lane that polls late could see the barrier two phases on, with the same parity, and hang.
         """
         cute.arch.sync_warp()

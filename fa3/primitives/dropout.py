@@ -50,7 +50,6 @@ def key_steps(rounds: int = PHILOX_ROUNDS) -> list[tuple[int, int]]:
 
 def philox(counter: tuple, round_keys: Sequence[tuple], multiply: Callable) -> tuple:
     """Encrypt a counter of four words.
-
     `multiply` gives the upper and the lower word of a word times one of `MULTIPLIERS`."""
     a, b, c, d = counter
     for first, second in round_keys:
@@ -87,7 +86,6 @@ not there."""
 
 def threshold_of(dropout_p: float) -> tuple[int, float]:
     """Return the bits of the threshold for a probability, and the share that is kept.
-
     That is 1 - dropout_p to 16 bits, at least 0.4%."""
     dropped = min(max(round(dropout_p * PATTERNS), 1), MOST_DROPPED)
     # Patterns less than a negative number are those from infinity up to it. Then come two zeros,
@@ -142,8 +140,8 @@ class RandomWords:
         """Yield a lane's words in a row or a column of squares.
 
         Each place has, for a counter that the lane encrypts, 16 (key // 16) + lane // 2 and query
-        // 16.
-        `slot` is the lane's `slot_of`. There are two squares for each place; one may be left over.
+        // 16. `slot` is the lane's `slot_of`. There are two squares for each place; one may be left
+        over.
         """
         last = []
         for i, (of_keys, of_queries) in enumerate(places):
@@ -169,7 +167,6 @@ def product_of_words(word: Uint32, factor: int) -> tuple[Uint32, Uint32]:
 
 def slot_of(keys, queries) -> Uint32:
     """Return which counter a lane encrypts of each two squares: 16 more in the second.
-
     `keys` and `queries` are key // 16 and query // 16 in the first square."""
     lane = Uint32(cute.arch.lane_idx())
     return (lane + Uint32(keys) + Uint32(queries)) % 2 * COUNTERS + lane // 2
@@ -263,8 +260,8 @@ class TransposedDropout:
         """Draw what is kept of a block of queries: masks for the words of P^T in 16 bits.
 
         All counters are encrypted at once, but in turn where the block has two parts, which leave
-        fewer
-        registers free."""
+        fewer registers free.
+        """
         masks, words = [None] * count, self.words()
         in_flight = max(1, count // WORDS // 2 // parts)
         for pair, word in self.of_pairs(words, m_block, count, in_flight):

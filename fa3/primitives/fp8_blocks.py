@@ -25,25 +25,18 @@ CONVERTED = Float16  # element type of queries and of blocks that are multiplied
 
 
 class LanePlace:
-    """Where a lane's chunks are among the rows of its warp.
-
-    Fields:
-        width: bytes of a loaded row in its box.
-        rows: rows that a warp converts at once.
-        row: the lane's row among them.
-        chunk: its chunk in 64 bytes of the row.
-    """
+    """Where a lane's chunks are among the rows of its warp."""
 
     def __init__(self, width: int, lane):
-        self.width = width
-        self.rows = 16 if width == 32 else 8
+        self.width = width  # bytes of a loaded row in its box
+        self.rows = 16 if width == 32 else 8  # that a warp converts at once
         if width == 128:
             # Eight lanes load chunks of rows r and r ^ 5: bit 2 separates the loads of the two
             # rows, bit 0 the stores.
             self.row = (lane // 8) ^ (lane // 4 % 2 * 5)
         else:
             self.row = lane // (width // CHUNK)
-        self.chunk = lane % (min(width, 64) // CHUNK)
+        self.chunk = lane % (min(width, 64) // CHUNK)  # in 64 bytes of the row
 
     def swizzle(self, width: int):
         """What the swizzle of rows of `width` bytes adds to the lane's chunks, by exclusive or."""

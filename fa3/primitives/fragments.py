@@ -48,10 +48,8 @@ WIDENING = {
 @cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor):
     """Convert registers to the target's 16-bit type; both have the same layout.
-
     Converts eight at a time. Converting a whole fragment whose size is not a power of two takes
-    three times the instructions: elements are converted one by one and packed afterwards.
-    """
+    three times the instructions: elements are converted one by one and packed afterwards."""
     source, target = (
         cute.logical_divide(cute.flatten(t), cute.make_layout(8)) for t in (source, target)
     )

@@ -31,23 +31,17 @@ def smem_layout(dtype, rows: int, columns: int, count: int, width: int) -> cute.
 
 
 class GradientLayouts(NamedTuple):
-    """Swizzled layouts (rows, columns, count).
+    """Swizzled layouts (rows, columns, count)."""
 
-    Fields:
-        q, d_out: queries, counted in stages.
-        k, v: slabs of 64 keys; of K all slabs of a stage, then of the next stage.
-        scores: of dS, and of P: slabs of 64 keys with queries as columns, all slabs of a stage and
-            then of the next stage.
-        dk, dv: what each warpgroup writes at the end, in the place of K and V.
-    """
-
-    q: cute.ComposedLayout
+    q: cute.ComposedLayout  # queries, counted in stages, like d_out
+    # Slabs of 64 keys; of K all slabs of a stage, then of the next stage.
     k: cute.ComposedLayout
     v: cute.ComposedLayout
     d_out: cute.ComposedLayout
+    # Of dS, and of P: slabs of 64 keys with queries as columns, by stage as K.
     scores: cute.ComposedLayout
-    dk: cute.ComposedLayout
-    dv: cute.ComposedLayout
+    dk: cute.ComposedLayout  # what each warpgroup writes at the end, in the place of K
+    dv: cute.ComposedLayout  # the same in the place of V
 
     @classmethod
     def of(cls, dtype, config, columns: int, columns_v: int) -> "GradientLayouts":

@@ -128,7 +128,6 @@ class GradientParts:
     @cute.jit
     def join(self, accs: tuple, lane, own, sibling, node) -> Boolean:
         """Add the sibling's sum, or leave this warp's for the sibling; return whether it was added.
-
         The counter of the part `node` tells whether one of the sums is in memory."""
         counter = self.tensors.counters.iterator + (node * self.warps + self.warp)
         count = Int32(0)
@@ -186,7 +185,6 @@ class GradientParts:
 
 def family_of(first, span):
     """Return the first parts of the parent's children, and of the sibling, of a tree's node.
-
     The node's parts are [first, first + span), where `span` is a power of two."""
     left = first - (first & span)
     return left, left + span, first ^ span

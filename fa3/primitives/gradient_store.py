@@ -29,9 +29,7 @@ class GradientStore:
     @property
     def groups_that_store(self) -> int:
         """MMA warpgroups with columns of the head; with 16 or fewer the second has only padding.
-
-        Shared memory has at least 32 columns, of which each of two warpgroups has half.
-        """
+        Shared memory has at least 32 columns, of which each of two warpgroups has half."""
         if not self.warpgroups_share_keys:
             return self.groups
         width, columns = cute.size(self.smem, mode=[1]), cute.size(self.tma.coords, mode=[1])
@@ -50,9 +48,7 @@ class GradientStore:
     @cute.jit
     def store(self, n_block, head, rows, stage=0):
         """Copy a tile to global memory; one warp calls this when all have written.
-
-        Returns when TMA has read the buffer.
-        """
+        Returns when TMA has read the buffer."""
         slabs = 1 if self.warpgroups_share_keys else self.groups
         if cute.arch.lane_idx() == 0:
             for group in cutlass.range_constexpr(self.groups_that_store):

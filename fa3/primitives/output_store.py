@@ -16,7 +16,6 @@ from fa3.primitives.wgmma import WARPGROUP
 
 class RowLse(NamedTuple):
     """The log-sum-exps of rows: float32 (batch, heads, seqlen_q), contiguous, or nothing.
-
     Which of both is known at run time only, so one kernel serves both."""
 
     tensor: cute.Tensor
@@ -24,7 +23,6 @@ class RowLse(NamedTuple):
     @classmethod
     def at(cls, address: Int64, shape: tuple, is_packed: bool = False) -> "RowLse":
         """Return the tensor (batch, heads, rows) at an address; nothing if that is 0.
-
         If it is packed, the rows are the same for every sequence."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
         layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
@@ -86,9 +84,7 @@ class RowStore(NamedTuple):
 @cute.jit
 def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
     """Write a thread's part of an accumulator row, in pairs; its first column is `column`.
-
-    `values` may have more columns than the row.
-    """
+    `values` may have more columns than the row."""
     pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
     for i in cutlass.range_constexpr(row.shape[0] // 8):
         cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
@@ -97,10 +93,8 @@ def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
 @dataclass(frozen=True)
 class SlabStore:
     """Stores slabs of 64 rows through this warpgroup's shared memory.
-
     TMA may still read a slab from shared memory while the warpgroup continues. The next `store`
-    waits for TMA before it writes there.
-    """
+    waits for TMA before it writes there."""
 
     tma: TmaTensor
     smem: cute.Tensor

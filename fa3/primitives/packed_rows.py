@@ -57,10 +57,8 @@ def fetch_rows(
     thread: Int32,
 ):
     """Start to copy a tile's rows of Q (batch, rows, heads_q, head_dim) to shared memory.
-
     A warpgroup issues cp.async. Rows and columns past the end become 0. If elements of Q are
-    smaller than elements of `smem`, each vector takes the first bytes of its place.
-    """
+    smaller than elements of `smem`, each vector takes the first bytes of its place."""
     first, seqlen_q = queries
     head_dim = mQ.shape[3]
     dtype = mQ.element_type
@@ -136,10 +134,8 @@ def merge_parts(
     queries: tuple,
 ):
     """Merge the parts of a segment's tile, in the order of slots, and write its rows.
-
     The rows of O (batch, rows, heads_q, head_dim_v), the log-sum-exps and `queries` are as in
-    `store_rows`. Each warp of a warpgroup has a row at a time.
-    """
+    `store_rows`. Each warp of a warpgroup has a row at a time."""
     first, seqlen_q = queries
     tile, lane, row = segment.tile, thread % WARP, thread // WARP
     first_row, rows_of_tile = tile.m_block * ROWS, workspace.lse.shape[1]

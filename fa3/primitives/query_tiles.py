@@ -37,10 +37,8 @@ class QueryTiles(NamedTuple):
 
 class PackedQueryTiles(NamedTuple):
     """Numbers the query tiles (m_block, head, batch) of packed sequences.
-
     The first tile of a sequence follows from its first row alone: row // tile_m + batch. So no two
-    sequences share a number, and some numbers have no tile.
-    """
+    sequences share a number, and some numbers have no tile."""
 
     tiles_per_head: Int32  # numbers of a head, for all sequences
     first: Int32  # the number of the present sequence's first tile in head 0
@@ -88,7 +86,6 @@ class RowStatistics(NamedTuple):
 
     def of_tile(self, tile_m: int, tile) -> cute.Tensor:
         """(tile_m, STATISTICS): log-sum-exp in powers of two, and delta, by `place_of_row`.
-
         A row that sees no key, or that is past the last query, has inf and 0, so that its P is 0.
         """
         begin = self.tiles.number(tile) * (STATISTICS * tile_m)
@@ -99,10 +96,8 @@ class RowStatistics(NamedTuple):
 
 def place_of_row(row, at_once: int):
     """The place of a row's statistics in its tile, on the host or in a kernel.
-
     A thread's columns of an accumulator are pairs, 8 apart. If it reads the statistics of 4 rows at
-    once, two of its pairs are next to each other, followed by the pairs of the next thread.
-    """
+    once, two of its pairs are next to each other, followed by the pairs of the next thread."""
     if at_once == PAIR:
         return row
     second, first = row // 8 % 2, row % 8

@@ -48,9 +48,7 @@ class CacheLengths(NamedTuple):
 
 class RaggedLengths(NamedTuple):
     """Where packed sequences begin and end, in device memory, and what bounds them.
-
-    Where methods take `entry`, that reads an entry of a table.
-    """
+    Where methods take `entry`, that reads an entry of a table."""
 
     # cu, used: cumulated lengths; rows that count, or None.
     cu: cute.Tensor
@@ -67,9 +65,7 @@ class RaggedLengths(NamedTuple):
 
     def end(self, batch, begin, entry=entry_of) -> Int32:
         """The row after a sequence's last one, which is not before `begin`, its first one.
-
-        The difference of two ends as they are may leave 32 bits.
-        """
+        The difference of two ends as they are may leave 32 bits."""
         return larger(smaller(entry(self.cu, batch + 1), self.total), begin)
 
     def read(self, batch, entry=entry_of) -> tuple[Int32, Int32]:
@@ -89,9 +85,7 @@ class RaggedLengths(NamedTuple):
     @cute.jit
     def owned(self, batch) -> Int32:
         """Rows from a sequence's first one to the next sequence's, or to the tensor's end.
-
-        They count or not; lengths that are right leave none that no sequence owns.
-        """
+        They count or not; lengths that are right leave none that no sequence owns."""
         begin = self.begin(batch)
         end = self.end(batch, begin)
         if batch + 1 == self.num_sequences:

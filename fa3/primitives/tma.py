@@ -31,8 +31,9 @@ class TmaTensor(NamedTuple):
         """Return both sides of a copy of one head: shared memory by stage, global memory by tile.
 
         With multicast, only the share that the CTA of rank `rank` copies. `rows` says where the
-        rows of
-        the sequence are (`fa3.primitives.rows_of_sequence`), `column` which tile of columns."""
+        rows of the sequence are (`fa3.primitives.rows_of_sequence`), `column` which tile of
+        columns.
+        """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
         of_head = rows.of_head(self.coords, head)
         columns = cute.size(of_head, mode=[1])
@@ -63,9 +64,7 @@ def tile_loader(
     load_more: Callable | None = None,  # (index, state), loads what else belongs to the stage
 ) -> Callable:
     """A function (index, state) -> next state that loads tile `index` of a head into a stage.
-
-    It waits until the stage is free. The loads signal the stage's mbarrier.
-    """
+    It waits until the stage is free. The loads signal the stage's mbarrier."""
     to_smem, from_gmem = tma.tiles_of_head(smem, head, rows, rank, cluster)
     multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
 
@@ -90,9 +89,7 @@ def tile_loader(
 @cute.jit
 def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
     """Copy contiguous fp32 numbers to shared memory; an mbarrier counts their bytes.
-
-    One warp calls it; the addresses and the size are multiples of 16 bytes.
-    """
+    One warp calls it; the addresses and the size are multiples of 16 bytes."""
     size = Int32(cute.size(source) * FLOAT_BYTES)
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
@@ -116,9 +113,7 @@ def store_run(source: cute.Tensor, target: cute.Pointer):
 @cute.jit
 def add_run(source: cute.Tensor, target: cute.Pointer):
     """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
-
-    One thread calls it, which also waits for the group; alignment is as for `load_run`.
-    """
+    One thread calls it, which also waits for the group; alignment is as for `load_run`."""
     send_run("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", source, target)
 
 

@@ -11,10 +11,8 @@ from fa3.primitives.wgmma import WARPGROUP
 @dataclass(frozen=True)
 class PingPong:
     """Turns pass from warpgroup to warpgroup around the ring, starting with group 0.
-
     Each group has one barrier: its own threads wait on it, and the previous group's threads
-    arrive on it. All groups must take the same number of turns.
-    """
+    arrive on it. All groups must take the same number of turns."""
 
     first_barrier: int
     groups: int

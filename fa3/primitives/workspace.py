@@ -125,7 +125,8 @@ class Sums:
         """Write a lane's columns of a row, and from its first lane the row's log-sum-exp `at` a
         place.
 
-        `vector` is the index of the columns; a `sink` is a logit that joins the row, or None."""
+        `vector` is the index of the columns; a `sink` is a logit that joins the row, or None.
+        """
         if cutlass.const_expr(sink is not None):
             nothing = cute.make_rmem_tensor_like(self.o)
             nothing.fill(0.0)

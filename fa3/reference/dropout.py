@@ -42,7 +42,6 @@ class Dropout(NamedTuple):
 
     def keeps(self, at: Position) -> torch.Tensor:
         """Return which scores are kept, bool.
-
         The fields of `at` broadcast against one another; tensors are int64, on one device."""
         word = word_of(self.rng_state[0], at)
         upper = (word >> at.key % 2 * (WORD_BITS // 2)) & 0xFFFF

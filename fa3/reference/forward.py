@@ -74,9 +74,7 @@ def execute(
     dropout: Dropout | None = None,
 ) -> None:
     """Run a plan on the CPU tensors of its problem.
-
-    A row that sees no key gets 0 with log-sum-exp -inf, or with its sink.
-    """
+    A row that sees no key gets 0 with log-sum-exp -inf, or with its sink."""
     problem = plan.problem
     call = Walker(problem.spec, problem.window, operands, softmax_scale, tensors, dropout)
     call.run(steps(plan, call.tensors))

@@ -18,7 +18,6 @@ from fa3.scores.scores import Score
 @contextmanager
 def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
     """Raise ValueError that names the argument and the method, if the method fails inside.
-
     NotImplementedError is passed on: the class does not define the method."""
     try:
         yield
@@ -40,7 +39,6 @@ def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
 
 def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tensor:
     """Return which (queries, keys), so many each, a mask lets through.
-
     Raises ValueError if the mask's method does not return that."""
     with errors_of("mask", mask, "reference"):
         result = mask.reference(at)

@@ -165,10 +165,8 @@ class Walker:
 
     def attend(self, step: Step, rows: BlockRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (rows, head_dim_v) and log-sum-exp (rows,) of a step, in fp32, without sinks.
-
         Keys are taken from the last block to the first. With dropout the sums are of all
-        probabilities, the output of those that are kept.
-        """
+        probabilities, the output of those that are kept."""
         q, blocks = self.q[rows.place].float(), step.blocks
         head_kv = step.head * step.heads * self.k.shape[2] // self.q.shape[2]
         scale_q: Any = 1.0
@@ -206,9 +204,7 @@ class Walker:
 
     def load(self, keys: Keys, positions: range) -> list[torch.Tensor]:
         """K and V of a head at consecutive positions, in fp32.
-
-        Zeros stand for what may not be read: it may be anything, and 0 * NaN is not 0.
-        """
+        Zeros stand for what may not be read: it may be anything, and 0 * NaN is not 0."""
         first = min(max(positions.start, keys.first), positions.stop)
         end = max(first, min(positions.stop, keys.last + 1))
         # What the host did not check may name a row or a page that does not exist.
@@ -234,7 +230,6 @@ class Walker:
         has_slope: bool = False,  # whether the slope is wanted
     ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
         """Return the scores of a block, (rows, keys), after scores and mask.
-
         Then 1 where dropout keeps the weight, else 0, and the slope of the scores in `factor` Q
         K^T."""
         key = torch.arange(positions.start, positions.stop, device=CPU)

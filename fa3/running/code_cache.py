@@ -61,7 +61,6 @@ def is_unchanged() -> bool:
 
 def cache_dir() -> Path:
     """Return the folder of compiled kernels: $FA3_CACHE_DIR, else `fa3` in the user's cache.
-
     Raises RuntimeError if neither the environment nor a home folder says where."""
     if path := os.environ.get("FA3_CACHE_DIR"):
         return Path(path).expanduser().absolute()
@@ -72,9 +71,9 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
     """Return the object of a key: read from disk, else made and written there.
 
     The key has all that determines the object, besides fa3's sources. One process makes it, and
-    others
-    that want it wait. This needs file locks; without them, as on some network file systems, each
-    process makes its own."""
+    others that want it wait. This needs file locks; without them, as on some network file systems,
+    each process makes its own.
+    """
     try:
         path = path_of(key)
     except RuntimeError as error:

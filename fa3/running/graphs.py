@@ -93,10 +93,8 @@ def idle_stream(device: torch.device) -> torch.cuda.Stream:
 
 def made_apart(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
     """A tensor of the current stream that stays, made in a thread of its own.
-
     A memory pool that the present thread allocates from takes no part in it: pools of compiled
-    graphs must be empty when a graph is done.
-    """
+    graphs must be empty when a graph is done."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

@@ -19,7 +19,6 @@ class Table:
     @classmethod
     def upload(cls, table: np.ndarray, device: torch.device) -> "Table":
         """Copy a table to the GPU; wait for the copy but for no other work.
-
         Raises RuntimeError while a CUDA graph is captured."""
         if is_capturing(device):
             raise RuntimeError(

@@ -19,7 +19,8 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
     There may be more clusters than the GPU holds: no cluster waits for one that has not started.
         The
     error names the first tile that does not exist, comes twice or is left out. `first_blocks` and
-    `end_blocks` are key blocks [first, end) of each tile, by its number."""
+    `end_blocks` are key blocks [first, end) of each tile, by its number.
+    """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be one of fa3.schedules, got {shown(schedule)}")
     for name, size in vars(schedule.order).items():
@@ -112,7 +113,6 @@ def check_parts(
     order: TileOrder, num_slots: int, segments: np.ndarray, num_parts: np.ndarray
 ) -> None:
     """Raise unless the parts of every tile agree on their slots, and every slot has one part.
-
     `segments` are sorted by tile, then by first key block; `num_parts` are the segments of each
     tile."""
     if num_parts.max(initial=0) >= MOST_PARTS:

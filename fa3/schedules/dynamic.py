@@ -168,10 +168,8 @@ class Dynamic(Schedule):
 @dataclass(frozen=True)
 class InOrderQueue(Dynamic):
     """`Dynamic` for tiles that wait for tiles before them: CTAs also ask for their first one.
-
     So whatever has a lower number is done, or a CTA is at work on it. A tile that a CTA has before
-    it runs may come late: other kernels may have its SM, and wait in the same way.
-    """
+    it runs may come late: other kernels may have its SM, and wait in the same way."""
 
     name: ClassVar[str] = "in turn"
 

@@ -14,9 +14,7 @@ from fa3.schedules.order import Schedule, TileOrder
 @dataclass(frozen=True)
 class SingleTile(Schedule):
     """Launch as many clusters as there are tiles; each works on one tile and exits.
-
-    The GPU's block scheduler starts the clusters in order.
-    """
+    The GPU's block scheduler starts the clusters in order."""
 
     order: TileOrder
 

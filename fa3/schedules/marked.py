@@ -34,9 +34,7 @@ def words_of_marks(num_tiles):
 
 class RecomputeMask(NamedTuple):
     """The marks of a call: a bit for every tile, and a word for every warp with a bit for each row.
-
-    Marking reads nothing back from memory, so no warp waits for it.
-    """
+    Marking reads nothing back from memory, so no warp waits for it."""
 
     words: cute.Tensor  # (size,) int32, zero before a call and after it
     order: TileOrder | RaggedOrder  # numbers the tiles, one CTA's each
@@ -62,7 +60,6 @@ class RecomputeMask(NamedTuple):
     @cute.jit
     def add(self, failed: tuple, index: Int32, warp: Int32):
         """Mark a warp's rows that failed, and their tile; all threads of the warp call this.
-
         `failed` says it of each of this thread's rows; one thread's word is enough."""
         mask = Int32(0)
         for r in cutlass.range_constexpr(len(failed)):
@@ -119,9 +116,9 @@ class RecomputeTiles(Dynamic):
     """Each CTA takes the next marked tile when it is ready for one; `counters` are the marks.
 
     Producers look for marked tiles and tell their consumers. Almost always there are none: then
-    they
-    read one word and leave. Users cannot choose this schedule: it serves calls whose softmax has a
-    fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`)."""
+    they read one word and leave. Users cannot choose this schedule: it serves calls whose softmax
+    has a fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`).
+    """
 
     @property
     def num_counters(self) -> int:

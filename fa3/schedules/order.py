@@ -233,10 +233,8 @@ class Schedule:
 
 class TableSchedule(Schedule):
     """Base of schedules that the kernel reads from a table; equal if their tables are.
-
     On the host the table cannot be written to: what was checked of it, and what other plans have
-    of it, stays so.
-    """
+    of it, stays so."""
 
     reads_state: ClassVar[bool] = True
 

@@ -34,9 +34,7 @@ PREPROCESS_SHARES = 24
 
 class QueryHeadGroups(NamedTuple):
     """The query tiles of all heads, numbered head by head, in head groups.
-
-    Plain arithmetic: it runs on Python ints, and on Int32 values inside of kernels.
-    """
+    Plain arithmetic: it runs on Python ints, and on Int32 values inside of kernels."""
 
     num_tiles: int  # tiles of all head groups
     tiles_per_group: Divisor | PlainDivisor  # the last head group may have fewer
@@ -117,10 +115,8 @@ class PackedQueryIndex(NamedTuple):
 @cute.jit
 def find_sequence(lengths: RaggedLengths, number: Int32, tile_m: cutlass.Constexpr) -> Int32:
     """The last sequence with a first tile at or before a number; all lanes of a warp call this.
-
     A 32-way search: each lane looks at a sequence, and the range between two of them is searched
-    again. Wrong lengths lead to some sequence.
-    """
+    again. Wrong lengths lead to some sequence."""
     lane = cute.arch.lane_idx()
     first, end = Int32(0), lengths.num_sequences
     while end - first > 1:

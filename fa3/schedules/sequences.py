@@ -26,9 +26,7 @@ LONGEST = 2**31 - 2**20
 
 def capacity_of(page_size, num_pages=1):
     """Most keys that a sequence may have; on the host and inside a kernel.
-
-    If a page table has room for more than `LONGEST`, its last pages are not used.
-    """
+    If a page table has room for more than `LONGEST`, its last pages are not used."""
     return page_size * smaller(num_pages, LONGEST // larger(page_size, 1))
 
 

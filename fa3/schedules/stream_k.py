@@ -66,7 +66,6 @@ class Chunks:
     @classmethod
     def of_tiles(cls, total, num_crews, fewest, most) -> "Chunks":
         """Pieces of whole tiles, if all have as many blocks and that leaves few crews idle.
-
         `fewest` and `most` are the blocks of the shortest and of the longest tile."""
         size = num_crews.quotient(total + num_crews.value - 1)
         whole = (size + most - 1) // larger(most, 1) * most
@@ -167,10 +166,8 @@ def ends_of_tile(pieces: Chunks, begin, num_blocks) -> tuple:
 @dataclass(frozen=True)
 class CtaGroups(AtChunks):
     """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
-
     The slots are as in `StreamK`, for each lane of a crew apart. There are no records: the CTA that
-    merges has a part of the tile.
-    """
+    merges has a part of the tile."""
 
     width: int  # CTAs of a crew; divides the key/value heads
 
@@ -186,9 +183,7 @@ class CtaGroups(AtChunks):
 
 def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
     """How many heads walk together: the most that leave no more than one CTA in 16 idle.
-
-    One where equally long tiles are as many for each CTA: nothing is cut then.
-    """
+    One where equally long tiles are as many for each CTA: nothing is cut then."""
     if num_tiles % num_ctas:
         for width in range(min(num_heads, num_ctas), 1, -1):
             if num_heads % width == 0 and 16 * (num_ctas % width) <= num_ctas:
@@ -199,9 +194,7 @@ def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
 @dataclass(frozen=True)
 class FixedSplit:
     """Cut tiles between units only; the CTA in whose piece a unit begins works on all of it.
-
-    A tile of n blocks has units of ceil(n / num_splits) blocks, within bounds.
-    """
+    A tile of n blocks has units of ceil(n / num_splits) blocks, within bounds."""
 
     num_splits: int  # most units of a tile, unless they would have more than `longest` blocks
     unit_blocks: int  # fewest blocks of a unit; a tile's last unit may have fewer
@@ -397,10 +390,8 @@ def locate(
     number: cutlass.Constexpr,
 ) -> Place:
     """Find the sequence in which a crew's piece begins. Every lane of a warp calls this.
-
     A 32-way search: the lanes add up the blocks of equal ranges of sequences, and the range in
-    which the piece begins is split again. `number` is the type of a position in the line.
-    """
+    which the piece begins is split again. `number` is the type of a position in the line."""
     if cutlass.const_expr(number is Int64):
         num_crews = PlainDivisor(num_crews.value)
     span = cutlass.max(Int32(lengths.num_sequences), 2)

@@ -52,7 +52,6 @@ class Stretches(NamedTuple):
     @classmethod
     def of(cls, work, longest, num_tiles, num_ctas) -> "Stretches":
         """The stretches of some tiles; less than 2**30 work.
-
         `work` is of all tiles, each its blocks and `BLOCKS_OF_TILE`; `longest` the longest tile's
         blocks."""
         length = larger((work + num_ctas - 1) // num_ctas, SHORTEST_STRETCH)

@@ -62,7 +62,6 @@ class TileList(TableSchedule):
     @classmethod
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
         """Assign the tiles so that all clusters end at nearly the same time (see `balance`).
-
         `times` says how long each tile takes, by its number, in any unit."""
         owners = balance(times, num_clusters)
         table = columns_of_owners(np.arange(order.num_tiles), owners, num_clusters)
@@ -144,7 +143,6 @@ def as_tile(given: object, position: int) -> Tile:
 
 def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
     """Return a table with a column for every cluster: its entries in their order, then `END`.
-
     Entries are (n,) or (n, fields) integers, the table (rounds, num_clusters, ...) int32, flat."""
     # NumPy's stable sort is a radix sort for integers of up to 16 bits.
     by_owner = np.argsort(owners.astype(np.min_scalar_type(num_clusters)), kind="stable")
@@ -162,7 +160,8 @@ def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
     Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
     late, the first ones are assigned in whole rounds, a round's longest tile to the cluster with
     the least work: clusters stay within about the longest tile of each other. The last tiles even
-    this out: greedily in their order, or longest-first if that order ends too late."""
+    this out: greedily in their order, or longest-first if that order ends too late.
+    """
     ticks = in_ticks(times)
     free_at = np.zeros(num_clusters, np.int64)
     mean = ticks.sum() / max(1, num_clusters)
@@ -212,7 +211,6 @@ def in_ticks(times: np.ndarray) -> np.ndarray:
 
 def assign_greedily(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
     """Give each unit of work, in order, to the first cluster that is free.
-
     Returns the cluster of each unit, and when the last cluster is done."""
     # A heap entry is time * num_clusters + cluster: one integer compares faster than a pair.
     num_clusters = len(free_at)

@@ -54,9 +54,7 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, first: tuple, last: tuple, size) -> "Blocks":
         """Blocks of `size` elements, from the ranges that a tile's first and last row (or key) see.
-
-        From row to row, begin and end of the range must not decrease.
-        """
+        From row to row, begin and end of the range must not decrease."""
         (first_begin, first_end), (last_begin, last_end) = first, last
         end = larger(1, (larger(0, last_end) + size - 1) // size)
         begin = smaller(larger(0, first_begin) // size, end - 1)
@@ -92,10 +90,8 @@ class Sequence(NamedTuple):
 @dataclass(frozen=True)
 class Band:
     """Query i sees the keys j with i + offset - left <= j <= i + offset + right.
-
     `left` and `right` say at compile time whether the bound exists; the values come at run time.
-    Causal is Band(left=False, right=True) with Window(right=0).
-    """
+    Causal is Band(left=False, right=True) with Window(right=0)."""
 
     left: bool = False
     right: bool = False
@@ -174,9 +170,7 @@ class Band:
         self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
     ):
         """Set the hidden scores of one block of S^T to -inf, and scores of keys past the last one.
-
-        Queries past the last one are left as they are.
-        """
+        Queries past the last one are left as they are."""
         first_query = coords.first_query(m_block)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             key = coords.key(r)
@@ -231,9 +225,7 @@ def as_integer(bound):
 @dataclass(frozen=True)
 class Intersection:
     """A query sees a key if both a band and a user's mask say so.
-
-    Until `bind`, `function` is the mask's template, and the band alone gives the ranges.
-    """
+    Until `bind`, `function` is the mask's template, and the band alone gives the ranges."""
 
     band: Band
     function: Template | Mask
@@ -288,9 +280,7 @@ class Intersection:
 
     def query_blocks(self, key_begin, num_keys, tile_m, sequence: Sequence) -> Blocks:
         """Blocks of `tile_m` queries that may see keys [key_begin, key_begin + num_keys).
-
-        A user's mask has ranges of keys only, so all blocks of the band count as masked.
-        """
+        A user's mask has ranges of keys only, so all blocks of the band count as masked."""
         begin, _, _, end = self.band.query_blocks(key_begin, num_keys, tile_m, sequence)
         return Blocks(begin, begin, begin, end)
 

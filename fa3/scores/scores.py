@@ -91,10 +91,8 @@ class Score:
 @dataclass(frozen=True)
 class Softcap(Score):
     """cap * tanh(logit / cap).
-
     Uses `tanh.approx`, whose relative error is at most 2^-11: one more instruction for the
-    exponential units, which are the bottleneck of a softcap.
-    """
+    exponential units, which are the bottleneck of a softcap."""
 
     cap: float
 
@@ -225,10 +223,8 @@ class Alibi(Score):
 
 def product(a: Float32, b: Float32) -> Float32:
     """a * b, rounded before any addition.
-
     The compiler might fuse it with an addition in one copy of the code and not in another: then
-    the bits of a result would depend on which copy computed a block.
-    """
+    the bits of a result would depend on which copy computed a block."""
     return cute.arch.inline_ptx(
         "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
@@ -280,7 +276,6 @@ class ScorePipeline:
     @cute.jit
     def apply(self, values: cute.Tensor, n_block, masked: cutlass.Constexpr):
         """Change a block's scores (rows, columns) in place, and set masked ones to -inf.
-
         Returns the shifts of the rows, see `fa3.primitives.softmax`."""
         shifts = None
         for i in cutlass.range_constexpr(len(self.scores)):
@@ -337,7 +332,6 @@ class TransposedScorePipeline:
     @cute.jit
     def apply(self, values: cute.Tensor, m_block, masked: cutlass.Constexpr):
         """Change a block of S^T (keys, queries) in place, and set masked scores to -inf.
-
         Returns factors of dS (keys, queries): the derivatives of all scores that have one."""
         factors = []
         for i in cutlass.range_constexpr(len(self.scores)):

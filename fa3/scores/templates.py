@@ -57,8 +57,8 @@ class Template:
         """Return the template of a dataclass.
 
         Raises TypeError if it is none, a field is not an argument of its class's constructor, or a
-        plain
-        field cannot be hashed."""
+        plain field cannot be hashed.
+        """
         kind = type(instance)
         if not dataclasses.is_dataclass(kind):
             raise TypeError(f"{kind.__name__} must be a frozen dataclass")

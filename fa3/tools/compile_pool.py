@@ -29,8 +29,8 @@ class CompilePool:
     """Compiles kernels in so many processes, the first ones first, inside of its `with`.
 
     A thread waits for each process. What is not done at the end stays in `waiting`; the processes
-    are
-    killed, which leaves nothing broken on disk."""
+    are killed, which leaves nothing broken on disk.
+    """
 
     def __init__(self, kernels: Iterable[Kernel], processes: int) -> None:
         self.waiting = deque(kernels)

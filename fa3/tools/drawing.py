@@ -16,7 +16,6 @@ def draw_tile_order(
     plan: Plan, timeline: Timeline, path: Path, recorded: Timeline | None = None
 ) -> None:
     """Write a PNG of the tiles of every SM over time, of a simulation `plan.simulate()`.
-
     What was `recorded` on the GPU is drawn below, on the same scale. Needs matplotlib."""
     try:
         from matplotlib.figure import Figure

@@ -235,7 +235,6 @@ def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
 
 def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Tensor | None:
     """Return the method at the samples, as `by_reference`; None if it runs on GPUs only.
-
     Raises ValueError if it does not end, or reads where there is no memory."""
     result = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
     places, logits, shared = map(from_dlpack, (samples.places, samples.logits, result))

@@ -175,7 +175,6 @@ class ConfigFile:
 
     def windows(self) -> tuple[Window, ...]:
         """Return what the layers see, each window once.
-
         Without a list of layers, a window may be one of all layers or of some: both are returned.
         """
         keys = self.get("sliding_window", "an integer", int)
@@ -206,7 +205,6 @@ def preset_of(preset: str | Path) -> Model:
 
 def model_of(preset: str | Path | None, dtype: str | None = None, **options: object) -> Model:
     """Return the model that the options of `warmup` describe; None stands for a default.
-
     Raises ValueError if options are missing, do not go together, or no kernel can run the model."""
     named: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if preset is not None:

@@ -165,8 +165,8 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
     """Say how `flash_attn_varlen_func` attends to sequences that are all equally long.
 
     `problem` has the sequences as a dense call. Kernels have all bounds of the call's `window` that
-    hide
-    something at some length."""
+    hide something at some length.
+    """
     batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
     longest = problem.seqlen_q, problem.seqlen_k
     window = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)

@@ -60,16 +60,13 @@ class Block(NamedTuple):
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
     """Return the stream on which a GPU's graphs are captured.
-
     torch runs a backward pass on the stream of its forward pass, so a graph of the one alone needs
-    the other to have run here.
-    """
+    the other to have run here."""
     return torch.cuda.Stream(device)
 
 
 class Runner:
     """Runs calls from the host one by one, all sets of inputs in turn, or replays a graph of many.
-
     `us` are the microseconds of a call, as measured last."""
 
     launch = "eager"

@@ -60,7 +60,6 @@ def tune_here(options: argparse.Namespace) -> None:
 
 def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
     """Measure plans of each problem, keep the fastest, and print their times.
-
     Raises RuntimeError if plans cannot be kept, or no kernel of a problem could be compiled."""
     plans = {problem: plans_to_measure(problem, gpu) for problem in problems}
     check_folder()
@@ -92,7 +91,6 @@ def kernels_of_plans(plans: Iterable[AnyPlan]) -> Iterator[Kernel]:
 
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     """Return the planner's choice, then the plans that are predicted to be the next fastest.
-
     Raises ValueError if the problem has more than a mask, or nothing to compute."""
     spec = problem.spec
     plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band.of(problem.window))
@@ -128,9 +126,7 @@ def fastest(times: Sequence[float]) -> int:
 
 def time_plans(device: torch.device, plans: Sequence[AnyPlan]) -> list[float]:
     """Return the microseconds of plans of one problem, measured in interleaved rounds.
-
-    A time is the geometric mean of the medians in bursts and under steady load.
-    """
+    A time is the geometric mean of the medians in bursts and under steady load."""
     problem = plans[0].problem
     with torch.cuda.device(device):
         q, k, v = random_operands(problem, device)

@@ -379,7 +379,6 @@ def kernels_on_cache(
 
 def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | None:
     """Return the rotary embedding of a name in `ROTARIES`; None for "none".
-
     Its tables have a dtype, by default the model's. Raises ValueError if there is no such
     embedding."""
     if rotary not in ROTARIES:
