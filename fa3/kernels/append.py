@@ -276,7 +276,7 @@ class AppendArguments(NamedTuple):
             page_table=arguments.strided_tensor("int32", 2, kernel.paged),
             cu_seqlens_q=vector(exists=kernel.packed),
             rotary_seqlens=vector(batch, kernel.turned),
-            descales=arguments.descales(2) if kernel.fp8 else None,
+            descales=arguments.symbolic_descales(2) if kernel.fp8 else None,
         )
 
 

@@ -231,7 +231,7 @@ class BackwardArguments(NamedTuple):
             dq=sizes.of_queries(spec, spec.head_dim),
             dk=sizes.of_keys(spec, spec.head_dim, kernel.writes_fp32),
             dv=sizes.of_keys(spec, spec.head_dim_v, kernel.writes_fp32),
-            modifiers=arguments.modifier_tensors(spec),
+            modifiers=arguments.symbolic_modifiers(spec),
             preprocess=PreprocessArguments.symbolic(spec, sizes, *kinds),
             schedule_state=vector(exists=schedule.reads_state),
             table=vector(exists=is_ragged),

@@ -120,8 +120,8 @@ class DecodeArguments(NamedTuple):
             batch_idx=vector(batch, cache.batch_indexed),
             leftpad=vector(batch, cache.left_padded),
             page_table=arguments.strided_tensor("int32", 2, cache.page_size > 0),
-            modifiers=arguments.modifier_tensors(spec),
-            descales=arguments.descales(2 + kernel.has_fp8_q) if cache.is_fp8 else None,
+            modifiers=arguments.symbolic_modifiers(spec),
+            descales=arguments.symbolic_descales(2 + kernel.has_fp8_q) if cache.is_fp8 else None,
             workspace=arguments.float32_buffer(kernel.cut_type.has_parts),
             table=vector(exists=kernel.overlaps_forward),
         )

@@ -59,12 +59,12 @@ def scalars(kind: type) -> dict[str, object]:
     return {name: values[one] for name, one in kind.__annotations__.items() if one in values}
 
 
-def descales(count: int) -> tuple:
+def symbolic_descales(count: int) -> tuple:
     """Return what keys, values and so on are multiplied by, each (batch, heads_kv)."""
     return tuple(strided_tensor("float32", 2) for _ in range(count))
 
 
-def modifier_tensors(spec) -> tuple | None:
+def symbolic_modifiers(spec) -> tuple | None:
     """Return the tensors of a spec's scores, mask and sinks; None without any."""
     return tuple(strided_tensor(*types) for types in spec.modifier_types) or None
 
