@@ -28,69 +28,50 @@ TABLE_HEADER = 8
 """Words before the first record: tiles taken, CTAs that found none left, number of records, CTAs
 of the decode kernel, unused."""
 
-NUM_RECORDS = 2
-"""The word of the header that has the number of records."""
+NUM_RECORDS = 2  # the word of the header that has the number of records
 
 CTAS_BESIDE = 3
 """The word of the header that says how many CTAs the decode kernel has, which overlaps the forward
 kernel; 0 if it has none."""
 
-RECORD = 8
-"""Words of a record: the fields of `TileRecord`, and one that a table of keys uses."""
+RECORD = 8  # words of a record: the fields of `TileRecord`, and one that a table of keys uses
 
 
 class TileRecord(NamedTuple):
-    """A tile of a packed sequence, for every query head.
+    """A tile of a packed sequence, for every query head."""
 
-    Fields:
-        m_block, batch: the tile: `m_block` counts inside the sequence, `batch` is the sequence.
-        begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
-        begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys. Of a cache,
-            its row there or in the page table.
-        num_m_blocks: row blocks of the sequence.
-    """
-
+    # m_block, batch: the tile: `m_block` counts inside the sequence, `batch` is the sequence.
     m_block: int
     batch: int
+    # begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
     begin_q: int
     seqlen_q: int
+    # begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys. Of a cache,
+    # its row there or in the page table.
     begin_k: int
     seqlen_k: int
-    num_m_blocks: int
+    num_m_blocks: int  # row blocks of the sequence
 
 
 class RaggedCursor(NamedTuple):
-    """The CTA's present tile.
+    """The CTA's present tile."""
 
-    Fields:
-        index: its number: record * heads + head.
-        count: how many tiles the CTA had before.
-        end: number of all tiles.
-        head: query head.
-        record: the tile's record; anything if `index` is not below `end`.
-        taken: result of the addition that took the next tile, in lane 0 of the producer warp; not
-            read yet, to hide its latency. None for consumers.
-    """
-
-    index: int
-    count: int
-    end: int
-    head: int
-    record: TileRecord
+    index: int  # its number: record * heads + head
+    count: int  # how many tiles the CTA had before
+    end: int  # number of all tiles
+    head: int  # query head
+    record: TileRecord  # the tile's record; anything if `index` is not below `end`
+    # Result of the addition that took the next tile, in lane 0 of the producer warp; not read yet,
+    # to hide its latency. None for consumers.
     taken: Int32 | None = None
 
 
 @dataclass(frozen=True)
 class TableOrder:
-    """Numbers the tiles of a table: each record's for all heads, one record after another.
+    """Numbers the tiles of a table: each record's for all heads, one record after another."""
 
-    Fields:
-        table: int32; how many of its records are used only the GPU knows.
-        heads: heads that a record stands for.
-    """
-
-    table: cute.Tensor
-    heads: Divisor
+    table: cute.Tensor  # int32; how many of its records are used only the GPU knows
+    heads: Divisor  # heads that a record stands for
 
     record_type: ClassVar[type] = TileRecord
 
@@ -107,10 +88,8 @@ class TableOrder:
     @cute.jit
     def taken(self, turn: Int32, num_clusters: Int32, end: Int32) -> Int32:
         """The number of the tile that is taken in a turn; not below `end` if there is none.
-
         CTA c takes the tile of turn c first. Those that wait for SMs until the decode kernel gives
-        them back are the last ones, and would hold up the longest tiles: they get the shortest.
-        """
+        them back are the last ones, and would hold up the longest tiles: they get the shortest."""
         beside = self.table[CTAS_BESIDE]
         if turn >= num_clusters - beside and turn < end and num_clusters <= end:
             turn += end - num_clusters if turn < num_clusters else -beside
@@ -145,18 +124,11 @@ class TableOrder:
 
 @dataclass(frozen=True)
 class RaggedOrder(TableOrder):
-    """Numbers the tiles of packed sequences. Tiles of a sequence are in head groups.
+    """Numbers the tiles of packed sequences, for all query heads, in head groups."""
 
-    Fields:
-        heads: query heads.
-        heads_of_key: query heads that share one key/value head.
-        rows_of_section: rows of K and V of one head that fit in L2.
-        rows_at_once: rows of all heads that do.
-    """
-
-    heads_of_key: int
-    rows_of_section: int
-    rows_at_once: int
+    heads_of_key: int  # query heads that share one key/value head
+    rows_of_section: int  # rows of K and V of one head that fit in L2
+    rows_at_once: int  # rows of all heads that do
 
     @classmethod
     def of(cls, table, heads: Divisor, heads_of_key, rows_of_section) -> "RaggedOrder":
@@ -220,14 +192,8 @@ def write_record(table: cute.Tensor, place: Int32, record: tuple, is_one: cutlas
 @dataclass(frozen=True)
 class RaggedTiles(Dynamic):
     """Persistent CTAs take tiles of packed sequences from a table in device memory.
-
     The producer asks for a tile when it begins to load the one before. The last CTA to finish
-    resets the counters, as for `Dynamic`.
-
-    Fields:
-        order: a `TableOrder`.
-        counters: of `Dynamic`; the table itself, whose first words count.
-    """
+    resets the counters, as for `Dynamic`; these are the table's, if this launch alone walks it."""
 
     name: ClassVar[str] = "ragged"
     is_ragged: ClassVar[bool] = True

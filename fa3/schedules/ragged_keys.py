@@ -20,36 +20,26 @@ from fa3.schedules.ragged import RaggedCursor, RaggedTiles, TableOrder
 
 
 class KeyTileRecord(NamedTuple):
-    """A key tile of a packed sequence, for every key/value head.
+    """A key tile of a packed sequence, for every key/value head."""
 
-    Fields:
-        m_block, batch: the tile: `m_block` counts key tiles inside the sequence `batch`.
-        begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
-        begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys.
-        num_m_blocks: tiles of the sequence.
-        owned_k: its rows in k and v, also those that are not used.
-    """
-
+    # m_block, batch: the tile: `m_block` counts key tiles inside the sequence `batch`.
     m_block: int
     batch: int
+    # begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
     begin_q: int
     seqlen_q: int
+    # begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys.
     begin_k: int
     seqlen_k: int
-    num_m_blocks: int
-    owned_k: int
+    num_m_blocks: int  # tiles of the sequence
+    owned_k: int  # its rows in k and v, also those that are not used
 
 
 @dataclass(frozen=True)
 class RaggedKeyOrder(TableOrder):
-    """Numbers the key tiles of packed sequences, in head groups. Each has all sequences.
+    """Numbers the key tiles of packed sequences, in head groups. Each has all sequences."""
 
-    Fields:
-        heads: key/value heads of a head group.
-        groups: the number of head groups.
-    """
-
-    groups: Divisor
+    groups: Divisor  # how many there are; `heads` are the key/value heads of one
 
     record_type: ClassVar[type] = KeyTileRecord
 

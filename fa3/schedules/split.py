@@ -39,14 +39,9 @@ LEAVE_US = 1.0
 (docs/experiments.md). Predictions multiply both by a factor that is fitted for each tile
 (`TileCosts`). The cut must not: fitting it would change the plans that it is fitted to."""
 
-TRIES = 4
-"""Steps of the search for the level, the time up to which clusters are filled."""
-
-PACKINGS = 5
-"""Steps of the search for a lower level, at which tiles are packed instead."""
-
-SHORTEST = 2
-"""Key blocks of the shortest part: a shorter one costs more than it evens out."""
+TRIES = 4  # steps of the search for the level, the time up to which clusters are filled
+PACKINGS = 5  # steps of the search for a lower level, at which tiles are packed instead
+SHORTEST = 2  # key blocks of the shortest part: a shorter one costs more than it evens out
 
 
 class SplitCursor(NamedTuple):
@@ -60,20 +55,16 @@ class SplitCursor(NamedTuple):
 
 
 class KeyRanges(NamedTuple):
-    """The tiles to cut, and what a cut costs.
+    """The tiles to cut, and what a cut costs."""
 
-    Fields:
-        first_blocks, end_blocks: key blocks [first, end) of every tile, by its number.
-        unit: overhead of a segment (prologue, epilogue), in the time of a key block.
-        merge, leave: further overhead of a tile's first part, and of any other, in the same unit.
-        masks: what masked blocks add to each tile, in the same unit; its last part has them.
-    """
-
+    # first_blocks, end_blocks: key blocks [first, end) of every tile, by its number.
     first_blocks: np.ndarray
     end_blocks: np.ndarray
-    unit: float
+    unit: float  # overhead of a segment (prologue, epilogue), in the time of a key block
+    # merge, leave: further overhead of a tile's first part, and of any other, in the same unit.
     merge: float
     leave: float
+    # What masked blocks add to each tile, in the same unit; its last part has them.
     masks: np.ndarray
 
     @classmethod
@@ -105,18 +96,14 @@ class Cuts(NamedTuple):
 
 
 class TimedSegments(NamedTuple):
-    """Segments in the order in which each cluster works on its own; arrays of one length.
+    """Segments in the order in which each cluster works on its own; arrays of one length."""
 
-    Fields:
-        tile, owner: number of its tile, and its cluster.
-        time: how long its cluster works on it.
-        leaves, merges: whether it leaves a part in memory, or merges its tile as the last segment
-            of its cluster.
-    """
-
+    # tile, owner: number of its tile, and its cluster.
     tile: np.ndarray
     owner: np.ndarray
-    time: np.ndarray
+    time: np.ndarray  # how long its cluster works on it
+    # leaves, merges: whether it leaves a part in memory, or merges its tile as the last segment of
+    # its cluster.
     leaves: np.ndarray
     merges: np.ndarray
 
@@ -135,18 +122,14 @@ class TimedSegments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SplitTiles(TableSchedule):
-    """Each cluster has a column of segments in a table, worked on from the top down to `END`.
-
-    Fields:
-        table: (rounds, num_clusters, 4) int32, flat in row order: a numpy array on the host, a
-            tensor on the device.
-        num_slots: how many parts of tiles there are; host only.
-    """
+    """Each cluster has a column of segments in a table, worked on from the top down to `END`."""
 
     order: TileOrder
     num_clusters: int
+    # (rounds, num_clusters, 4) int32, flat in row order: a numpy array on the host, a tensor on the
+    # device.
     table: np.ndarray
-    num_slots: int = 0
+    num_slots: int = 0  # how many parts of tiles there are; host only
 
     splits: ClassVar[bool] = True
     name: ClassVar[str] = "split"
@@ -219,30 +202,23 @@ class SplitTiles(TableSchedule):
 
 
 class RaggedSegmentsCursor(NamedTuple):
-    """A CTA's position in the table of segments, the segment there, and what is known of its tile.
+    """A CTA's position in the table of segments, the segment there, and its tile's record."""
 
-    Fields:
-        position, index, first_block, end_block, part: of a `SplitCursor`.
-        head: query head.
-        record: the tile's record; anything at the end.
-    """
-
+    # position, index, first_block, end_block, part: of a `SplitCursor`.
     position: int
     index: int
     first_block: int
     end_block: int
     part: int
-    head: int
-    record: TileRecord
+    head: int  # query head
+    record: TileRecord  # the tile's record; anything at the end
 
 
 @dataclass(frozen=True, eq=False)
 class RaggedSegments(SplitTiles):
     """`SplitTiles` for packed sequences; `fa3.kernels.segment_table` writes the table.
-
     A segment names its tile by its number in the table of all tiles (`fa3.schedules.ragged`), where
-    its record is.
-    """
+    its record is."""
 
     order: RaggedOrder
 
