@@ -38,11 +38,9 @@ from fa3.reference.varlen import PackedLengths
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
-NO_TENSOR: Any = None
-"""For a tensor that another operator has."""
+NO_TENSOR: Any = None  # for a tensor that another operator has
 
-IMPLEMENTATION = "fa3"
-"""What `activate_flash_attention_impl` takes."""
+IMPLEMENTATION = "fa3"  # what `activate_flash_attention_impl` takes
 
 
 def register() -> None:
@@ -107,14 +105,10 @@ def stock_kernel(name: str, key: str) -> Callable:
 
 @dataclass
 class Activation:
-    """The kernels in place; `remove` brings back those that were there.
-
-    Fields:
-        priority: the order in which torch tried its backends before.
-    """
+    """The kernels in place; `remove` brings back those that were there."""
 
     library: torch.library.Library | None
-    priority: list[int]
+    priority: list[int]  # the order in which torch tried its backends before
 
     def remove(self) -> None:
         if self.library is not None:
@@ -131,11 +125,7 @@ class Refused(Exception):
 
 
 class AtenArguments(NamedTuple):
-    """What an operator was called with, by aten's names; what it has not is at its default.
-
-    Fields:
-        rng_state, unused: what `drawn` gave in the forward pass; see `RENAMED`.
-    """
+    """What an operator was called with, by aten's names; what it has not is at its default."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -150,6 +140,7 @@ class AtenArguments(NamedTuple):
     dropout_p: float = 0.0
     is_causal: bool = False
     return_debug_mask: bool = False
+    # rng_state, unused: what `drawn` gave in the forward pass; see `RENAMED`.
     rng_state: torch.Tensor = NO_TENSOR
     unused: torch.Tensor = NO_TENSOR
     scale: float | None = None
@@ -180,15 +171,11 @@ RENAMED = {"philox_seed": "rng_state", "philox_offset": "unused"}
 
 @dataclass(frozen=True)
 class Routed:
-    """A kernel of fa3 with the one that was in its place.
-
-    Fields:
-        names: of the operator's arguments, in order.
-    """
+    """A kernel of fa3 with the one that was in its place."""
 
     kernel: Callable[[AtenArguments], Any]
     stock: Callable = field(repr=False)
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the operator's arguments, in order
 
     @classmethod
     def of(cls, name: str, stock: Callable) -> "Routed":

@@ -39,8 +39,7 @@ from fa3.primitives.coords import Position
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 
-ATTENTION_NAME = "fa3"
-"""What `attn_implementation` takes."""
+ATTENTION_NAME = "fa3"  # what `attn_implementation` takes
 
 
 def register() -> None:
@@ -54,13 +53,9 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class AfterPadding(Mask):
-    """Keys from each sequence's first token on.
+    """Keys from each sequence's first token on."""
 
-    Fields:
-        begin: (batch,), int32.
-    """
-
-    begin: torch.Tensor
+    begin: torch.Tensor  # (batch,), int32
 
     @cute.jit
     def visible(self, at: Position):
@@ -78,13 +73,9 @@ class AfterPadding(Mask):
 
 @dataclass(frozen=True)
 class Listed(Mask):
-    """What a tensor says.
+    """What a tensor says."""
 
-    Fields:
-        keys: (batch, queries, keys), uint8: not 0 where a query sees a key.
-    """
-
-    keys: torch.Tensor
+    keys: torch.Tensor  # (batch, queries, keys), uint8: not 0 where a query sees a key
 
     @cute.jit
     def visible(self, at: Position):
@@ -284,14 +275,10 @@ def attend_to_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: tuple,
+    lengths: tuple,  # where they end in q and in k, and the lengths of the longest ones
     **options,
 ) -> torch.Tensor:
-    """Attend inside of sequences that are packed into one row of the batch.
-
-    Args:
-        lengths: where they end in q and in k, and the lengths of the longest ones.
-    """
+    """Attend inside of sequences that are packed into one row of the batch."""
     if q.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {q.shape[0]}")
     ends_q, ends_k, *longest = lengths
@@ -305,13 +292,10 @@ def attend_to_bounds(
     v: torch.Tensor,
     bounds: torch.Tensor,
     dropout: float,
-    is_plain: bool,
+    is_plain: bool,  # whether no gradient is wanted, nor dropout
     **options,
 ) -> torch.Tensor:
     """Attend to the keys of each sequence between bounds: (batch, 1) begins, or with ends.
-
-    Args:
-        is_plain: whether no gradient is wanted, nor dropout.
 
     Raises:
         ValueError: a gradient is wanted through a static cache.

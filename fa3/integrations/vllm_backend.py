@@ -81,24 +81,16 @@ class Fa3Backend(AttentionBackend):
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """A step's batch, as all layers see it.
+    """A step's batch, as all layers see it."""
 
-    Fields:
-        num_actual_tokens: rows of the query that count; padding follows.
-        max_query_len, max_seq_len: bounds of the lengths.
-        query_start_loc: (requests + 1,), int32: where each request's queries begin.
-        seq_lens: (requests,), int32: tokens of each request, this step's included.
-        block_table: (requests, pages of a request), int32: its pages.
-        causal: whether a query sees no later tokens.
-    """
-
-    num_actual_tokens: int
+    num_actual_tokens: int  # rows of the query that count; padding follows
+    # max_query_len, max_seq_len: bounds of the lengths.
     max_query_len: int
     max_seq_len: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    causal: bool
+    query_start_loc: torch.Tensor  # (requests + 1,), int32: where each request's queries begin
+    seq_lens: torch.Tensor  # (requests,), int32: tokens of each request, this step's included
+    block_table: torch.Tensor  # (requests, pages of a request), int32: its pages
+    causal: bool  # whether a query sees no later tokens
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):

@@ -14,11 +14,8 @@ from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 LEAST_MARGIN = 0.005
 """Share by which a candidate must be predicted faster than the choice of `TILINGS` to be taken."""
 
-UNSURE = 0.25
-"""The same for candidates that were not measured."""
-
-LEAST_GAIN_US = 0.5
-"""`LEAST_MARGIN` in microseconds, for calls that take only a few."""
+UNSURE = 0.25  # the same for candidates that were not measured
+LEAST_GAIN_US = 0.5  # `LEAST_MARGIN` in microseconds, for calls that take only a few
 
 
 def least_gain(us: float, margin: float = LEAST_MARGIN) -> float:
@@ -26,40 +23,30 @@ def least_gain(us: float, margin: float = LEAST_MARGIN) -> float:
     return max(margin * us, LEAST_GAIN_US)
 
 
-AGAIN = "again"
-"""Key in `Costs.call_us` of the second launch, which repeats marked tiles."""
+AGAIN = "again"  # key in `Costs.call_us` of the second launch, which repeats marked tiles
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost model's parameters for one GPU.
-
-    Fields:
-        measured: whether they were fitted to times of this GPU; otherwise derived from another's.
-            Tiles that were not measured on it may still be derived.
-        source: what they were fitted to, and when.
-        schedules: names of the schedules that were measured.
-        bytes_per_us: bandwidth of device memory.
-        launch_us: microseconds of a launch when kernels follow each other.
-        unit_us: microseconds that a schedule adds to every segment, by `prediction.unit_name`.
-        call_us: microseconds that a schedule adds to a call, such as a kernel that merges parts;
-            at `AGAIN`, the costs of a second launch that finds no marked tile.
-        memory_power: power of device memory at full bandwidth, over the power of SMs at key blocks.
-        tiles: costs of the tiles that were measured.
-        rule: estimates the costs of other tiles.
-    """
+    """The cost model's parameters for one GPU."""
 
     gpu: str
+    # Whether they were fitted to times of this GPU; otherwise derived from another's. Tiles that
+    # were not measured on it may still be derived.
     measured: bool
-    source: dict
-    schedules: tuple[str, ...]
-    bytes_per_us: float
-    launch_us: float
+    source: dict  # what they were fitted to, and when
+    schedules: tuple[str, ...]  # names of the schedules that were measured
+    bytes_per_us: float  # bandwidth of device memory
+    launch_us: float  # microseconds of a launch when kernels follow each other
+    # Microseconds that a schedule adds to every segment, by `prediction.unit_name`.
     unit_us: dict[str, float]
+    # Microseconds that a schedule adds to a call, such as a kernel that merges parts; at `AGAIN`,
+    # the costs of a second launch that finds no marked tile.
     call_us: dict[str, float]
+    # Power of device memory at full bandwidth, over the power of SMs at key blocks.
     memory_power: float
-    tiles: dict[TileKey, TileCosts]
-    rule: Rule
+    tiles: dict[TileKey, TileCosts]  # costs of the tiles that were measured
+    rule: Rule  # estimates the costs of other tiles
 
     def tile(self, key: TileKey) -> TileCosts:
         if key in self.tiles:
@@ -82,8 +69,7 @@ def parse_costs(text: str) -> Costs:
 
 H200_COSTS = Path(__file__).parent / "costs_h200.json"
 
-H100_NAME = "NVIDIA H100"
-"""What the names of all H100 begin with."""
+H100_NAME = "NVIDIA H100"  # what the names of all H100 begin with
 
 H100_BANDWIDTH = 3.35 / 4.8
 """Memory bandwidth of an H100 SXM over an H200's, by their data sheets; clocks are equal."""

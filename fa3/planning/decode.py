@@ -31,8 +31,7 @@ from fa3.schedules.stream_k import (
     crew_width,
 )
 
-TILE_N = 64
-"""Keys of a key block."""
+TILE_N = 64  # keys of a key block
 
 BYTES_IN_FLIGHT = 128 << 10
 """Bytes of K and V that a CTA loads ahead. Measured on an H200, 2026-11-21, head_dim 128, 16 x 8k,
@@ -61,20 +60,14 @@ FEW_PARTS, FEW_BLOCKS = 16, 8
 parts, and an SM has up to `FEW_BLOCKS` blocks: 1 x 8k with 8/1 heads takes 9.2 us instead of 11.0.
 """
 
-COLUMNS_OF_TWO = 128
-"""Columns of V up to which there are registers for two CTAs."""
+COLUMNS_OF_TWO = 128  # columns of V up to which there are registers for two CTAs
 
 UNITS_OF_SEQUENCE = 32
 """Units of a sequence in batch-invariant calls, if they may have as few keys as that takes."""
 
-MOST_MERGED = 512
-"""Rows of parts of a tile, at most, that a CTA merges by itself."""
-
-MOST_ROWS = 1 << 30
-"""Most query rows of a key/value head of a sequence."""
-
-MOST_TILES = 1 << 27
-"""Most tiles of a call: 32 bits must index all numbers of their records."""
+MOST_MERGED = 512  # rows of parts of a tile, at most, that a CTA merges by itself
+MOST_ROWS = 1 << 30  # most query rows of a key/value head of a sequence
+MOST_TILES = 1 << 27  # most tiles of a call: 32 bits must index all numbers of their records
 
 
 class Sizes(NamedTuple):
@@ -141,30 +134,21 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How calls of one shape run, for any lengths.
+    """How calls of one shape run, for any lengths."""
 
-    Fields:
-        spec, cache: what the kernels are compiled for, besides their tiling.
-        window: as `Sizes.bounds` gives it.
-        cut: where tiles may be cut; with `CtaGroups` no other kernel ever merges.
-        num_ctas: CTAs of the decode kernel, one for each SM that it may use.
-        is_packed: whether sequences have different numbers of queries; sizes have the most.
-        has_used_q: whether not all of packed queries count.
-        overlaps_forward: whether the forward kernel has the call's other sequences, at the same
-            time.
-        has_fp8_q: whether the queries are FP8, as the cache is.
-    """
-
+    # spec, cache: what the kernels are compiled for, besides their tiling.
     spec: AttentionSpec
     cache: CacheLayout
     sizes: Sizes
-    window: Window
-    cut: Cut
-    num_ctas: int
+    window: Window  # as `Sizes.bounds` gives it
+    cut: Cut  # where tiles may be cut; with `CtaGroups` no other kernel ever merges
+    num_ctas: int  # CTAs of the decode kernel, one for each SM that it may use
+    # Whether sequences have different numbers of queries; sizes have the most.
     is_packed: bool = False
-    has_used_q: bool = False
+    has_used_q: bool = False  # whether not all of packed queries count
+    # Whether the forward kernel has the call's other sequences, at the same time.
     overlaps_forward: bool = False
-    has_fp8_q: bool = False
+    has_fp8_q: bool = False  # whether the queries are FP8, as the cache is
 
     def kernel(self) -> Decode:
         """The decode kernel."""
@@ -249,9 +233,7 @@ class DecodePlan:
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
     """Raise ValueError if a GPU with `memory` bytes has no room for a call's parts.
-
-    Only with `FixedSplit` do the slots grow with the capacity of the cache.
-    """
+    Only with `FixedSplit` do the slots grow with the capacity of the cache."""
     num_bytes = size.numbers(head_dim_v) * FLOAT_BYTES
     if num_bytes > memory or size.num_slots * size.rows > LARGEST - UNIT:
         raise ValueError(
@@ -263,9 +245,7 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 
 def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
     """Blocks of 64 keys, in as many stages as hold the bytes in flight, at least two.
-
-    Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps.
-    """
+    Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps."""
     if cache.is_fp8:
         return fp8_config(spec, cache.box(TILE_N) == 0)
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
@@ -309,22 +289,18 @@ def choose_cut(
     sizes: Sizes,
     window: Window,
     num_ctas: int,
+    # 0 cuts keys so that all SMs read equally many; 1 never cuts; n cuts the keys of every sequence
+    # into n parts.
     num_splits: int = 0,
+    # Make a sequence's result bitwise independent of the other sequences.
     batch_invariant: bool = False,
-    is_packed: bool = False,
+    is_packed: bool = False,  # whether sequences have different numbers of queries
+    # Whether a kernel that appends to the cache runs before. As its CTAs take but some SMs, two
+    # CTAs of `CtaGroups` would land on each of the others: 0.76-1.04 of the speed on an H200.
+    # `StreamK` has one on each, and merges in the same kernel where parts are few.
     appends: bool = False,
 ) -> Cut:
-    """Choose where tiles may be cut.
-
-    Args:
-        num_splits: 0 cuts keys so that all SMs read equally many; 1 never cuts; n cuts the keys of
-            every sequence into n parts.
-        batch_invariant: make a sequence's result bitwise independent of the other sequences.
-        is_packed: whether sequences have different numbers of queries.
-        appends: whether a kernel that appends to the cache runs before. As its CTAs take but some
-            SMs, two CTAs of `CtaGroups` would land on each of the others: 0.76-1.04 of the speed on
-            an H200. `StreamK` has one on each, and merges in the same kernel where parts are few.
-    """
+    """Choose where tiles may be cut."""
     blocks = sizes.most_blocks(window)
     if num_splits:
         # Depends on a sequence's own length only, so this is batch-invariant, too.

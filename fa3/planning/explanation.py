@@ -19,22 +19,17 @@ from fa3.planning.prediction import Prediction
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
 
-BELOW = "\n" + " " * 9
-"""Begins another line of a sentence."""
+BELOW = "\n" + " " * 9  # begins another line of a sentence
 
 
 class Candidate(NamedTuple):
-    """A tiling and a schedule for a problem, with the predicted time.
-
-    Fields:
-        schedule: a name in `fa3.schedules.SCHEDULES`.
-        measured: whether its tile and its schedule were measured; otherwise the prediction is a
-            guess, and the planner takes it only for a gain above `fa3.planning.costs.UNSURE`.
-    """
+    """A tiling and a schedule for a problem, with the predicted time."""
 
     config: ForwardConfig
-    schedule: str
+    schedule: str  # a name in `fa3.schedules.SCHEDULES`
     prediction: Prediction
+    # Whether its tile and its schedule were measured; otherwise the prediction is a guess, and the
+    # planner takes it only for a gain above `fa3.planning.costs.UNSURE`.
     measured: bool
 
     @property
@@ -44,34 +39,23 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanDescription:
-    """A plan in words and in numbers. `print` it.
+    """A plan in words and in numbers. `print` it."""
 
-    Fields:
-        sentences: by what they are about.
-        facts: the same for programs; JSON can hold them.
-    """
-
-    sentences: dict[str, str]
-    facts: dict[str, Any]
+    sentences: dict[str, str]  # by what they are about
+    facts: dict[str, Any]  # the same for programs; JSON can hold them
 
     @classmethod
     def of(
         cls,
-        call: str,
+        call: str,  # what is planned: "dense", "packed", "cache" or "backward"
         problem: Problem,
         gpu: Gpu,
-        kernels: Iterable[Any],
+        kernels: Iterable[Any],  # what is launched, in this order
         sentences: dict[str, str],
         facts: dict[str, Any],
-        flops: int | None = None,
+        flops: int | None = None,  # useful floating-point operations, if not the forward pass's
     ) -> "PlanDescription":
-        """Describe a plan: what there is to say of any one, then its own sentences and facts.
-
-        Args:
-            call: what is planned: "dense", "packed", "cache" or "backward".
-            kernels: what is launched, in this order.
-            flops: useful floating-point operations, if not the forward pass's.
-        """
+        """Describe a plan: what there is to say of any one, then its own sentences and facts."""
         spec, flops = problem.spec, problem.flops if flops is None else flops
         names = [describe_kernel(kernel) for kernel in kernels]
         return cls(

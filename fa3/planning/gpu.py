@@ -28,11 +28,8 @@ class Gpu:
 H200 = Gpu("NVIDIA H200", num_sms=132, l2_bytes=32 << 20)
 """Has 60 MB of L2; Q and O pass through it too, so half is left for K and V."""
 
-H100 = Gpu(H100_NAME, num_sms=132, l2_bytes=26 << 20)
-"""The SXM version: 50 MB of L2."""
-
-GPUS = {"H100": H100, "H200": H200}
-"""GPUs by the names that a caller may give instead of a `Gpu`."""
+H100 = Gpu(H100_NAME, num_sms=132, l2_bytes=26 << 20)  # the SXM version: 50 MB of L2
+GPUS = {"H100": H100, "H200": H200}  # GPUs by the names that a caller may give instead of a `Gpu`
 
 
 def as_gpu(gpu: Gpu | str) -> Gpu:

@@ -36,36 +36,29 @@ from fa3.problem import AttentionSpec, Problem
 from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band, Sequence
 
-FIXED_US = 6.5
-"""What a call takes besides reading: launches, the first blocks' latency, the merge."""
+FIXED_US = 6.5  # what a call takes besides reading: launches, the first blocks' latency, the merge
 
 READS = 0.9
 """Bandwidth that the kernel reaches over `Costs.bytes_per_us`. With both, 16 of the 17 times of
 `benchmarks/results/h200-2026-11-21-decode` are met within 3%; for 8.3 us it says 7.4."""
 
-MEASURED_HEAD_DIM = 128
-"""The largest heads that these times are of."""
+MEASURED_HEAD_DIM = 128  # the largest heads that these times are of
 
 BLOCK_US, BLOCK_COLUMNS = 1.09, 256
 """An SM's time for a key block of so many columns of K and V, where tiles share keys:
 chunks-7x512+64x1 of `benchmarks/results/h200-2026-11-22-gradients`, 305,000 blocks in 2.5 ms."""
 
-FULL = CacheLayout(has_seqlens=False)
-"""K and V of a dense call."""
+FULL = CacheLayout(has_seqlens=False)  # K and V of a dense call
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """How a dense problem runs in the decode kernel.
-
-    Fields:
-        decode: the plan of the kernels.
-        considered: plans of the forward kernel that the planner compared with it.
-    """
+    """How a dense problem runs in the decode kernel."""
 
     problem: Problem
     gpu: Gpu
-    decode: DecodePlan
+    decode: DecodePlan  # the plan of the kernels
+    # Plans of the forward kernel that the planner compared with it.
     considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)
 
     name: ClassVar[str] = "packed"

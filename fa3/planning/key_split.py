@@ -27,11 +27,8 @@ MOST_PARTS_OF_SM = 16
 """Parts of key tiles for each SM, at most: with more of them there is nothing to balance. They take
 277 MB of an H200 at head size 128."""
 
-BLOCK_PARTS = (1, 2, 3, 4, 6, 8)
-"""Parts of the query blocks of one head."""
-
-MOST_OF_TIME = 0.98
-"""A split must take less than this part of the time without, by the model."""
+BLOCK_PARTS = (1, 2, 3, 4, 6, 8)  # parts of the query blocks of one head
+MOST_OF_TIME = 0.98  # A split must take less than this part of the time without, by the model
 
 
 TILES_OF_WAVE = 140
@@ -59,15 +56,10 @@ class KeyShares(NamedTuple):
 
 
 class Waves(NamedTuple):
-    """What head groups are made for where they alternate: see `fa3.primitives.query_walk`.
+    """What head groups are made for where they alternate: see `fa3.primitives.query_walk`."""
 
-    Fields:
-        wanted: key tiles that a head group should have.
-        fitting: heads with Q, dO and dQ that fit into L2 together.
-    """
-
-    wanted: int
-    fitting: int
+    wanted: int  # key tiles that a head group should have
+    fitting: int  # heads with Q, dO and dQ that fit into L2 together
 
     def heads_per_group(self, heads: int, tiles_of_head: int) -> int:
         """Heads of a head group, such that there is an even number of about equal groups.
@@ -104,22 +96,15 @@ def ways_to_share(group: int, is_ordered: bool) -> list[KeyShares]:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def choose_shares(
+    # Query blocks of one head that see each key tile, in the order of the tiles.
     blocks: tuple[int, ...],
-    heads: int,
-    group: int,
+    heads: int,  # key/value heads, of all sequences
+    group: int,  # query heads that share a key/value head
     num_sms: int,
-    is_ordered: bool,
-    waves: Waves | None = None,
+    is_ordered: bool,  # whether key tiles add to dQ in a fixed order
+    waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
 ) -> KeyShares:
-    """Choose how CTAs share key tiles, by the time until the last CTA ends.
-
-    Args:
-        blocks: query blocks of one head that see each key tile, in the order of the tiles.
-        heads: key/value heads, of all sequences.
-        group: query heads that share a key/value head.
-        is_ordered: whether key tiles add to dQ in a fixed order.
-        waves: of a fixed order in which head groups may alternate; else None.
-    """
+    """Choose how CTAs share key tiles, by the time until the last CTA ends."""
     whole = KeyShares()
     best, least = whole, time_of(blocks, heads, group, num_sms, whole, waves) * MOST_OF_TIME
     if waves is not None and group > MOST_QUERY_HEADS:

@@ -9,17 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan; a plan is a list of them, in the order in which they run.
+    """One kernel of a plan; a plan is a list of them, in the order in which they run."""
 
-    Fields:
-        kernel: of `fa3.kernels`, what it is compiled for; its compiled entry once it is loaded.
-        template: its arguments, in order; None where a call fills them in.
-        num_counters: counters that its schedule finds at zero.
-    """
-
-    kernel: Any
-    template: list[Any]
-    num_counters: int = 0
+    kernel: Any  # of `fa3.kernels`, what it is compiled for; its compiled entry once it is loaded
+    template: list[Any]  # its arguments, in order; None where a call fills them in
+    num_counters: int = 0  # counters that its schedule finds at zero
 
     def loaded(self, load: Callable) -> "Launch":
         """Return the same launch with its kernel's entry, which `load` gives."""

@@ -27,20 +27,17 @@ CUT_ROUNDS = 1.5
 
 
 class Segments(NamedTuple):
-    """Segments in the order in which clusters take them; arrays of one length.
+    """Segments in the order in which clusters take them; arrays of one length."""
 
-    Fields:
-        full, masked: key blocks without and with the mask applied.
-        owner: the cluster that works on it, if the schedule fixes that; None if each goes to the
-            first free cluster.
-        tile: number of its tile; None, as the next ones, if no segment is a part of a tile.
-        partial, merging: whether it is a part, and the one that merges.
-    """
-
+    # full, masked: key blocks without and with the mask applied.
     full: np.ndarray
     masked: np.ndarray
+    # The cluster that works on it, if the schedule fixes that; None if each goes to the first free
+    # cluster.
     owner: Any = None
+    # Number of its tile; None, as the next ones, if no segment is a part of a tile.
     tile: Any = None
+    # partial, merging: whether it is a part, and the one that merges.
     partial: Any = None
     merging: Any = None
 
@@ -90,10 +87,8 @@ def end_of_last(times: np.ndarray, segments: Segments, tile: TileCosts) -> float
 
 def makespan(times: np.ndarray, lanes: int) -> float:
     """When the last lane is done, if each takes the next segment as soon as it is free.
-
     Only the last rounds are simulated; the earlier ones count by their mean, since greedy
-    assignment evens them out.
-    """
+    assignment evens them out."""
     head = tiles_before(len(times), lanes)
     return greedy_end(times[head:], lanes, float(times[:head].sum()) / lanes)
 
@@ -115,27 +110,19 @@ def greedy_end(times: np.ndarray, lanes: int, level: float) -> float:
 
 
 class Load(NamedTuple):
-    """Times of all segments, in microseconds, without the schedule's overhead per segment.
+    """Times of all segments, in microseconds, without the schedule's overhead per segment."""
 
-    Fields:
-        last: when the last cluster is done.
-        total, of_blocks: sum over all segments, and over their key blocks alone.
-        longest: time of the longest segment.
-        num_segments: how many segments there are.
-        rounds: segments of the cluster that has the most.
-        blocks, blocks_of_parts: key blocks of all segments, and of the parts of tiles.
-        num_parts: number of parts of tiles.
-    """
-
-    last: float
+    last: float  # when the last cluster is done
+    # total, of_blocks: sum over all segments, and over their key blocks alone.
     total: float
     of_blocks: float
-    longest: float
-    num_segments: int
-    rounds: int
+    longest: float  # time of the longest segment
+    num_segments: int  # how many segments there are
+    rounds: int  # segments of the cluster that has the most
+    # blocks, blocks_of_parts: key blocks of all segments, and of the parts of tiles.
     blocks: float
     blocks_of_parts: float = 0.0
-    num_parts: int = 0
+    num_parts: int = 0  # number of parts of tiles
 
     @classmethod
     def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
@@ -165,19 +152,14 @@ class Load(NamedTuple):
 @dataclass(frozen=True)
 class RowLoad:
     """The tiles of an order, described by their rows: tiles of the same m_block take equally long.
-
     Gives the `Load` of whole tiles and estimates the `Load` of parts, without a step for each tile.
-
-    Fields:
-        lanes: clusters that the GPU holds at a time.
-        times: microseconds of a tile, by its m_block.
-        blocks, of_blocks: key blocks of all tiles, and the microseconds that they take.
     """
 
     order: TileOrder
-    lanes: int
+    lanes: int  # clusters that the GPU holds at a time
     tile: TileCosts
-    times: np.ndarray
+    times: np.ndarray  # microseconds of a tile, by its m_block
+    # blocks, of_blocks: key blocks of all tiles, and the microseconds that they take.
     blocks: float
     of_blocks: float
 
@@ -238,10 +220,8 @@ class RowLoad:
     @property
     def cut_evenly(self) -> Load:
         """About the load of `SplitTiles` at best: one stretch per cluster, all equally long.
-
         A stretch is whole tiles, counted as one segment, then one part. The tiles' prologues and
-        epilogues count as key blocks.
-        """
+        epilogues count as key blocks."""
         tile, tiles = self.tile, self.order.num_tiles
         stretches = max(1, min(self.lanes, int(self.blocks) // SHORTEST))
         of_blocks = self.of_blocks + max(0, tiles - stretches) * tile.tile_us

@@ -170,15 +170,11 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
 def candidates(
     problem: Problem,
     gpu: Gpu,
+    # The only tiling to consider; if not given, all of `TILINGS` with measured times.
     config: ForwardConfig | None = None,
-    schedules: Iterable[str] = tuple(SCHEDULES),
+    schedules: Iterable[str] = tuple(SCHEDULES),  # the schedules to consider
 ) -> list[Candidate]:
-    """All candidates for a problem, with their predicted times; the choice of `TILINGS` first.
-
-    Args:
-        config: the only tiling to consider; if not given, all of `TILINGS` with measured times.
-        schedules: the schedules to consider.
-    """
+    """All candidates for a problem, with their predicted times; the choice of `TILINGS` first."""
     if config is not None:
         return candidates_of(problem, gpu, [config], schedules, is_given=True)
     known = configs(problem, gpu)
@@ -195,13 +191,9 @@ def candidates_of(
     gpu: Gpu,
     tilings: Iterable[ForwardConfig],
     schedules: Iterable[str],
-    is_given: bool = False,
+    is_given: bool = False,  # whether the tilings are the caller's, and not to be changed
 ) -> list[Candidate]:
-    """Tilings with the schedules that they can run, lists first, and their predicted times.
-
-    Args:
-        is_given: whether the tilings are the caller's, and not to be changed.
-    """
+    """Tilings with the schedules that they can run, lists first, and their predicted times."""
     names = sorted(schedules, key=lambda name: name != TileList.name)
     found = []
     for tiling in tilings:

@@ -66,27 +66,17 @@ def unit_name(schedule: str, config: ForwardConfig) -> str:
 
 
 class Prediction(NamedTuple):
-    """A plan's predicted time and its components.
+    """A plan's predicted time and its components."""
 
-    Fields:
-        us: microseconds of a call under steady load.
-        burst_us: microseconds of a call at burst clock.
-        compute_us: when the last cluster is done, under steady load.
-        memory_us: time of the device memory traffic alone.
-        launch_us: a launch when kernels follow each other, and the schedule's overhead per call.
-        longest_us: the longest segment, under steady load.
-        waves: segments per cluster that the GPU holds.
-        busy: share of the SMs' time, until the last cluster is done, in which they work.
-    """
-
-    us: float
-    burst_us: float
-    compute_us: float
-    memory_us: float
+    us: float  # microseconds of a call under steady load
+    burst_us: float  # microseconds of a call at burst clock
+    compute_us: float  # when the last cluster is done, under steady load
+    memory_us: float  # time of the device memory traffic alone
+    # A launch when kernels follow each other, and the schedule's overhead per call.
     launch_us: float
-    longest_us: float
-    waves: float
-    busy: float
+    longest_us: float  # the longest segment, under steady load
+    waves: float  # segments per cluster that the GPU holds
+    busy: float  # share of the SMs' time, until the last cluster is done, in which they work
 
     @property
     def mean_us(self) -> float:

@@ -39,19 +39,14 @@ BITS_OF_AMOUNTS = AMOUNTS.bit_length() - 1
 
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
-    """The kernels of a call on packed sequences.
+    """The kernels of a call on packed sequences."""
 
-    Fields:
-        spec: what the forward kernel is compiled for, besides its tiling.
-        has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
-        gpu: what the forward kernel may use of it.
-        cache: where queries find their keys, as many as `seqused_k` says; None if they are packed.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # what the forward kernel is compiled for, besides its tiling
+    # has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
     has_used_q: bool
     has_used_k: bool
-    gpu: Gpu
+    gpu: Gpu  # what the forward kernel may use of it
+    # Where queries find their keys, as many as `seqused_k` says; None if they are packed.
     cache: CacheLayout | None = None
 
     @property

@@ -27,8 +27,7 @@ from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.stretches import BLOCKS_OF_TILE
 
-DENSE, PACKED, CACHE = "dense", "packed", "cache"
-"""Kinds of calls: by their keys."""
+DENSE, PACKED, CACHE = "dense", "packed", "cache"  # kinds of calls: by their keys
 
 NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH, SPLIT, BOTH_SPLIT = (
     "none", "none; the output is 0", "forward", "decode", "shared tiles", "decode and forward",
@@ -60,33 +59,25 @@ MOST_SHARED_TILE_ROWS = 1 << 28
 
 @dataclass(frozen=True)
 class Signature:
-    """What a route depends on besides lengths: calls that are repeated share it.
+    """What a route depends on besides lengths: calls that are repeated share it."""
 
-    Fields:
-        call: DENSE, PACKED or CACHE.
-        gpu: what kernels may use of it, without the `sm_margin` that is reserved.
-        cache: how the keys of a cache are laid out.
-        has_packed_queries: whether queries are packed; always where keys are.
-        has_used_q, has_used_k: whether not all of packed rows count.
-        has_gradients: whether a gradient is wanted. Then no keys are split, so that the bits of a
-            sequence do not depend on the others.
-        is_planned: whether the caller gives a plan or a schedule.
-        num_splits, batch_invariant, pack_gqa: of the call.
-    """
-
-    call: str
+    call: str  # DENSE, PACKED or CACHE
     spec: AttentionSpec
     window: Window
     heads_q: int
     heads_kv: int
-    gpu: Gpu
+    gpu: Gpu  # what kernels may use of it, without the `sm_margin` that is reserved
     sm_margin: int = 0
-    cache: CacheLayout | None = None
-    has_packed_queries: bool = True
+    cache: CacheLayout | None = None  # how the keys of a cache are laid out
+    has_packed_queries: bool = True  # whether queries are packed; always where keys are
+    # has_used_q, has_used_k: whether not all of packed rows count.
     has_used_q: bool = False
     has_used_k: bool = False
+    # Whether a gradient is wanted. Then no keys are split, so that the bits of a sequence do not
+    # depend on the others.
     has_gradients: bool = False
-    is_planned: bool = False
+    is_planned: bool = False  # whether the caller gives a plan or a schedule
+    # num_splits, batch_invariant, pack_gqa: of the call.
     num_splits: int = 0
     batch_invariant: bool = False
     pack_gqa: bool | None = None
@@ -99,9 +90,7 @@ class Signature:
     @cached_property
     def short_limit(self) -> int:
         """The most queries of a short sequence; at least 1.
-
-        Without heads to pack, more than one tile of rows is as much work for either kernel.
-        """
+        Without heads to pack, more than one tile of rows is as much work for either kernel."""
         rows_of_query = self.heads_q // max(1, self.heads_kv)
         return max(1, min(ROWS, MOST_SHORT_ROWS // max(1, rows_of_query)))
 
@@ -168,36 +157,25 @@ class Signature:
 
 
 class PackedSizes(NamedTuple):
-    """What the host knows of the lengths of a call's sequences.
+    """What the host knows of the lengths of a call's sequences."""
 
-    Fields:
-        batch: number of sequences.
-        heads: query heads.
-        total_q, total_k: rows of q and of k.
-        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; a cache has room for
-            `max_seqlen_k`.
-    """
-
-    batch: int
-    heads: int
+    batch: int  # number of sequences
+    heads: int  # query heads
+    # total_q, total_k: rows of q and of k.
     total_q: int
     total_k: int
+    # max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; a cache has room for
+    # `max_seqlen_k`.
     max_seqlen_q: int
     max_seqlen_k: int
 
 
 class Route(NamedTuple):
-    """Which kernels serve a call.
+    """Which kernels serve a call."""
 
-    Fields:
-        name: one of the names above.
-        most_queries: queries of a sequence that is the decode kernel's, at most; 0 if none is.
-        reason: the rule that holds, as in docs/kernels.md.
-    """
-
-    name: str
-    most_queries: int
-    reason: str
+    name: str  # one of the names above
+    most_queries: int  # queries of a sequence that is the decode kernel's, at most; 0 if none is
+    reason: str  # the rule that holds, as in docs/kernels.md
 
     @property
     def has_forward(self) -> bool:
@@ -340,9 +318,7 @@ def has_keys_to_split(signature: Signature, sizes: PackedSizes) -> bool:
 
 def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
     """Whether the forward kernel would leave SMs idle, but its tiles can be split on the GPU.
-
-    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them.
-    """
+    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them."""
     batch, heads, total_q, total_k, longest_q, longest_k = sizes
     most_keys = total_k if signature.call == PACKED else longest_k
     return (
@@ -394,16 +370,11 @@ def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
 
 
 class Case(NamedTuple):
-    """A row of a table in docs/kernels.md.
+    """A row of a table in docs/kernels.md."""
 
-    Fields:
-        name: the route where the rule holds.
-        reason: when it holds, in words.
-        holds: whether it does; for the decode kernel the most queries of its sequences, 0 if not.
-    """
-
-    name: str
-    reason: str
+    name: str  # the route where the rule holds
+    reason: str  # when it holds, in words
+    # Whether it does; for the decode kernel the most queries of its sequences, 0 if not.
     holds: Callable[[Signature, PackedSizes], int | None]
 
 

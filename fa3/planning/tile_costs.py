@@ -56,23 +56,17 @@ class TileKey(NamedTuple):
 
 
 class TileCosts(NamedTuple):
-    """Times of a cluster's tile at burst clock.
+    """Times of a cluster's tile at burst clock."""
 
-    Fields:
-        full_us, masked_us: microseconds of a key block, without and with the mask applied.
-        tile_us: microseconds of a tile besides its blocks: prologue, epilogue, pipeline fill.
-        steady: factor on all of these under steady load on every SM.
-        part_us: microseconds that a part of a tile takes in addition: the mean of a part that
-            leaves its output in fp32 and of one that merges.
-        cells: number of shapes on which the tile was measured.
-    """
-
+    # full_us, masked_us: microseconds of a key block, without and with the mask applied.
     full_us: float
     masked_us: float
-    tile_us: float
-    steady: float
+    tile_us: float  # microseconds of a tile besides its blocks: prologue, epilogue, pipeline fill
+    steady: float  # factor on all of these under steady load on every SM
+    # Microseconds that a part of a tile takes in addition: the mean of a part that leaves its
+    # output in fp32 and of one that merges.
     part_us: float
-    cells: int = 0
+    cells: int = 0  # number of shapes on which the tile was measured
 
     @property
     def is_known(self) -> bool:
@@ -91,24 +85,20 @@ class TileCosts(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Estimates the times of a tile that was not measured.
+    """Estimates the times of a tile that was not measured."""
 
-    Fields:
-        tensor, exponential: microseconds per clock that a key block's WGMMAs, and that its
-            exponentials, take.
-        masked: ratio of a masked block's time to a full block's.
-        tile_us, steady: as in `TileCosts`.
-        part_us: as in `TileCosts`, for 128 rows and 128 columns of output. It grows with the rows
-            and with the square of the columns: more columns leave fewer registers for merging.
-        fixed: ratio of a block's time with a fixed reference to that with the running maximum.
-    """
-
+    # tensor, exponential: microseconds per clock that a key block's WGMMAs, and that its
+    # exponentials, take.
     tensor: float
     exponential: float
-    masked: float
+    masked: float  # ratio of a masked block's time to a full block's
+    # tile_us, steady: as in `TileCosts`.
     tile_us: float
     steady: float
+    # As in `TileCosts`, for 128 rows and 128 columns of output. It grows with the rows and with the
+    # square of the columns: more columns leave fewer registers for merging.
     part_us: float
+    # Ratio of a block's time with a fixed reference to that with the running maximum.
     fixed: float = 1.0
 
     def tile(self, key: TileKey) -> TileCosts:

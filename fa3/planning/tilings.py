@@ -18,14 +18,8 @@ from fa3.settings import SETTINGS
 
 class Tiling(NamedTuple):
     """A row of the config table: the best config measured for up to `max_seqlen_q` queries.
-
     It holds for head sizes up to these, elements of `element_bytes`, and with or without a mask;
-    or, with `functions`, for users' scores or masks, which need registers.
-
-    Fields:
-        in_pairs: whether the planner, where tiling and schedule are its choice, looks at query
-            heads that share keys in pairs only.
-    """
+    or, with `functions`, for users' scores or masks, which need registers."""
 
     head_dim: int
     head_dim_v: int
@@ -34,6 +28,8 @@ class Tiling(NamedTuple):
     config: ForwardConfig
     functions: bool = False
     element_bytes: int = 2
+    # Whether the planner, where tiling and schedule are its choice, looks at query heads that share
+    # keys in pairs only.
     in_pairs: bool = False
 
     def fits(self, spec: AttentionSpec) -> bool:
@@ -108,10 +104,8 @@ call; "auto" lets the planner choose it or a fixed reference."""
 
 def takes_fixed_reference(spec: AttentionSpec) -> bool:
     """Whether the softmax can have a fixed reference that will rarely fail.
-
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
-    up to `SLACK` powers of two no row can fail, so none needs to be marked.
-    """
+    up to `SLACK` powers of two no row can fail, so none needs to be marked."""
     if REFERENCE == "following" or not spec.element.holds_powers:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:

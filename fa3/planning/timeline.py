@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from fa3.schedules import Schedule, Segment, walk
 
-PREDICTED, RECORDED = 1, 2
-"""Process ids in a trace; trace viewers take 0 for the idle process."""
+PREDICTED, RECORDED = 1, 2  # process ids in a trace; trace viewers take 0 for the idle process
 
 
 class Cost(NamedTuple):
