@@ -89,11 +89,7 @@ def order_of_backends() -> list[int]:
 
 
 def stock_kernel(name: str, key: str) -> Callable:
-    """What runs an operator at a dispatch key so far; takes the keys, then its arguments.
-
-    Raises:
-        RuntimeError: nothing does, as for CUDA in a torch that was built without it.
-    """
+    """Return what runs an operator at a dispatch key so far; RuntimeError if nothing does."""
     try:
         return torch.library.get_kernel(name, key).call_boxed
     except RuntimeError as error:
@@ -192,11 +188,7 @@ class Routed:
             return self.stock(keys, *arguments, **named)
 
     def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
-        """The arguments of a call.
-
-        Raises:
-            Refused: one is given that only a later torch has.
-        """
+        """Return the arguments of a call; raise `Refused` for one that only a later torch has."""
         try:
             return AtenArguments(**dict(zip(self.names, arguments, strict=False)), **named)
         except TypeError:
@@ -251,11 +243,7 @@ KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
 
 
 def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Write out; the shapes are fa3's.
-
-    Returns:
-        the log-sum-exp, and the seed that was drawn.
-    """
+    """Write out; return the log-sum-exp, and the seed that was drawn. The shapes are fa3's."""
     check_taken(call, out)
     state = draw_rng_state(call.query.device) if call.dropout_p else None
     options: dict[str, Any] = {
@@ -303,11 +291,7 @@ def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """rng_state, unused and debug_attn_mask, which torch keeps of a call.
-
-    Args:
-        state: the seed that was drawn, (1,) int64; None for a call without dropout.
-    """
+    """Return rng_state, unused and debug_attn_mask, which torch keeps, from the seed or None."""
     unused = query.new_empty((), dtype=torch.uint64)
     # Nobody reads what was not drawn: like torch's own, it is not filled, which takes a launch.
     words = query.new_empty(2, dtype=torch.uint64) if state is None else state.repeat(2)

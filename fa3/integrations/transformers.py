@@ -147,12 +147,10 @@ def describe_mask(
 
 
 def ends_of_packed(mask: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """Where packed sequences begin and end, (sequences + 1,), int32, if that says all of a mask.
-
-    Args:
-        mask: (tokens, tokens), bool; it may come from position ids that layers do not see.
-        window: keys that a query sees of its sequence, its own included.
-    """
+    """Return where packed sequences begin and end, (sequences + 1,), int32, or None.
+    The mask, (tokens, tokens), may come from position ids that layers do not see; a query sees
+    `window`
+    keys of its sequence, its own included."""
     sees_the_one_before = mask.diagonal(-1)
     number = pad((~sees_the_one_before).cumsum(0), (1, 0))
     position = torch.arange(len(mask), device=mask.device)
@@ -296,11 +294,7 @@ def attend_to_bounds(
     **options,
 ) -> torch.Tensor:
     """Attend to the keys of each sequence between bounds: (batch, 1) begins, or with ends.
-
-    Raises:
-        ValueError: a gradient is wanted through a static cache.
-        NotImplementedError: dropout is.
-    """
+    Raises an error if a gradient or dropout is wanted on a static cache."""
     begin = bounds[:, 0].contiguous()
     if bounds.shape[1] == 1 and (q.shape[1] > 1 or not is_plain):
         return flash_attn_func(q, k, v, **options, dropout_p=dropout, mask=AfterPadding(begin))

@@ -93,11 +93,8 @@ class Sizes(NamedTuple):
         return self.batch * self.heads_kv * self.num_m_blocks
 
     def check(self, queries: str) -> None:
-        """Raise ValueError if a call has too many rows, tiles or keys for 32 bits.
-
-        Args:
-            queries: name of the argument that has the queries.
-        """
+        """Raise ValueError, with the name of the queries, if 32 bits cannot count all rows and
+        keys."""
         if self.rows > MOST_ROWS:
             raise ValueError(
                 f"{queries} must give a key/value head at most {MOST_ROWS} rows, got {self.rows}"

@@ -92,12 +92,8 @@ class PlanDescription:
 def describe_forward(
     plan: Any, chosen: Candidate, found: Sequence[Candidate], packing: str
 ) -> PlanDescription:
-    """Describe a `fa3.planning.plan.Plan`.
-
-    Args:
-        chosen: the plan itself.
-        found: what the planner compares for the problem, fastest first.
-        packing: the same problem in the decode kernel, in a sentence; empty if that cannot run it.
+    """Describe a `fa3.planning.plan.Plan`, next to what the planner compares, fastest first.
+    `packing` is the same problem in the decode kernel, in a sentence; empty if that cannot run it.
     """
     problem, gpu, config, schedule = plan.problem, plan.gpu, plan.config, plan.schedule
     prediction, order, cluster = chosen.prediction, schedule.order, config.cluster

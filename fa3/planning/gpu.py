@@ -33,12 +33,7 @@ GPUS = {"H100": H100, "H200": H200}  # GPUs by the names that a caller may give 
 
 
 def as_gpu(gpu: Gpu | str) -> Gpu:
-    """The GPU of this name; a `Gpu` is returned as it is.
-
-    Raises:
-        TypeError: it is neither a `Gpu` nor a name.
-        ValueError: no GPU in `GPUS` has the name.
-    """
+    """Return the GPU of a name in `GPUS`, or a `Gpu` as it is; else raise an error."""
     if isinstance(gpu, Gpu):
         return gpu
     if gpu in tuple(GPUS):

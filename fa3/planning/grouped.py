@@ -67,16 +67,10 @@ class GroupedPlan:
     def of(
         cls, problem: Problem, gpu: Gpu, cache: CacheLayout = FULL, appends: bool = False
     ) -> "GroupedPlan":
-        """The plan of a problem.
-
-        Args:
-            cache: how the keys lie; with lengths, sequences have `seqlen_k` keys at most.
-            appends: whether a kernel that appends to the cache runs before.
-
-        Raises:
-            NotImplementedError: it has a score or a mask of the user's, or dropout.
-            ValueError: it has more queries or keys than the kernel counts.
-        """
+        """Return the plan of a problem with keys in a cache, as a rule the call's own K and V.
+        Raises NotImplementedError for a score or a mask of the user's or dropout, and ValueError
+        for more
+        queries or keys than the kernel counts."""
         spec = problem.spec
         if spec.has_user_functions:
             raise NotImplementedError(
@@ -126,11 +120,8 @@ class GroupedPlan:
         return best - us > least_gain(us, margin)
 
     def beside(self, plan: Candidate, others: Iterable[Candidate]) -> str:
-        """Compare it with a plan of the forward kernel, in a sentence.
-
-        Args:
-            others: what the planner compared with that plan.
-        """
+        """Compare it with the forward kernel's plan and what that was compared with, in a
+        sentence."""
         us, of_plan = self.predict().us, plan.prediction.us
         when = "unless pack_gqa is False" if self.beats((plan, *others)) else "if pack_gqa is True"
         remark = "" if self.is_measured else ", not measured"
@@ -140,11 +131,7 @@ class GroupedPlan:
         )
 
     def explain(self, appends: bool = False) -> PlanDescription:
-        """What the plan does, its predicted time and bottleneck, and the forward kernel's plans.
-
-        Args:
-            appends: whether a kernel that appends to the cache runs before.
-        """
+        """Say what it does, its predicted time and bottleneck, and the forward kernel's plans."""
         problem, decode, prediction = self.problem, self.decode, self.predict()
         kernels = [*(("append",) if appends else ()), *(one.kernel for one in self.launches())]
         others = sorted(self.considered, key=lambda one: one.prediction.us)

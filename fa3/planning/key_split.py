@@ -62,11 +62,7 @@ class Waves(NamedTuple):
     fitting: int  # heads with Q, dO and dQ that fit into L2 together
 
     def heads_per_group(self, heads: int, tiles_of_head: int) -> int:
-        """Heads of a head group, such that there is an even number of about equal groups.
-
-        Args:
-            heads: of all groups.
-        """
+        """Return heads of a head group, for an even number of about equal groups of all heads."""
 
         def cost(size: int) -> float:
             groups = -(-heads // size)

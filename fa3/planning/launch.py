@@ -21,11 +21,7 @@ class Launch(NamedTuple):
 
 
 def template_of(arguments: type[NamedTuple], **filled: Any) -> list[Any]:
-    """Return the arguments of a launch, in order: what is filled in, defaults, and None.
-
-    Args:
-        arguments: a kernel's arguments.
-    """
+    """Return the arguments of a launch, in order: what is filled in, defaults, and None."""
     template = dict.fromkeys(arguments._fields) | arguments._field_defaults
     assert filled.keys() <= template.keys()
     return list((template | filled).values())

@@ -94,11 +94,7 @@ class Plan:
         return replace(self, config=config, schedule=schedule)
 
     def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
-        """Return what is launched: the plan's kernel, then recompute with a fixed row max.
-
-        Args:
-            is_recorded: whether the first is the instrumented kernel.
-        """
+        """Return what is launched: the kernel, perhaps instrumented, then recompute if marked."""
         recompute = self.recompute
         template = template_of(
             ForwardArguments,
@@ -168,12 +164,7 @@ class Plan:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise unless a plan can run its problem; callers may make plans by hand.
-
-    Raises:
-        TypeError: its problem, GPU, config or schedule has the wrong type.
-        ValueError: its config or its schedule cannot run the problem.
-    """
+    """Raise TypeError or ValueError unless a plan, perhaps made by hand, can run its problem."""
     check_types(plan.problem, plan.gpu, plan.config)
     if plan.config is None:
         raise TypeError("plan must have a config, got None")

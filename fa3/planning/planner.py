@@ -104,15 +104,8 @@ def plan_dense(
     problem: Problem, gpu: Gpu | str = H200, pack_gqa: bool | None = None
 ) -> Plan | GroupedPlan:
     """Choose how a dense call runs: in the forward kernel, or in the decode kernel.
-
-    Args:
-        gpu: the GPU to run it on: a `Gpu`, "H100" or "H200".
-        pack_gqa: whether query heads are to share tiles, as in the decode kernel; chosen by
-            predicted times if not given.
-
-    Raises:
-        NotImplementedError, ValueError: they cannot, and pack_gqa is True.
-    """
+    `pack_gqa` says whether query heads share tiles, as in the decode kernel; None leaves that to
+    predicted times. If it is True, and they cannot, that raises an error."""
     gpu = as_gpu(gpu)
     if pack_gqa:
         return GroupedPlan.of(problem, gpu)
@@ -130,11 +123,8 @@ def plan_dense(
 def plan_of_schedule(
     problem: Problem, gpu: Gpu, found: list[Candidate], schedule: Schedule
 ) -> Plan:
-    """The plan with the caller's schedule, and the best candidate's tiling that has its tiles.
-
-    Raises:
-        ValueError: no tiling has its tiles, or it does not work on each tile exactly once.
-    """
+    """Return the plan with the caller's schedule, and the best tiling that has its tiles.
+    Raises ValueError if no tiling has its tiles, or it does not work on each tile exactly once."""
     orders = {one.config: TiledProblem(problem, gpu, one.config).order for one in found}
     fitting = [one for one in found if orders[one.config] == schedule.order]
     if not fitting:

@@ -97,13 +97,8 @@ class Prediction(NamedTuple):
 
 
 def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Prediction:
-    """Predict the time of a plan.
-
-    Args:
-        tiled: the problem, cut into the plan's tiles; `costs` has the tiles' costs.
-        schedule: the name of its schedule in `fa3.schedules.SCHEDULES`.
-        load: the load of its clusters.
-    """
+    """Predict the time of a plan from its tiles, the name of its schedule, and its clusters'
+    load."""
     tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
     unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
     burst = load.last + load.rounds * unit_us

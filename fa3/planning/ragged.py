@@ -169,11 +169,8 @@ class RaggedPlan:
         return not (self.spec.has_user_functions or self.spec.has_dropout)
 
     def may_split(self, batch: int, heads: int, total_q: int, most_keys: int) -> bool:
-        """Whether tiles are so few, whatever the lengths are, that they may be split on the GPU.
-
-        Args:
-            most_keys: no sequence has more.
-        """
+        """Whether tiles of sequences with at most `most_keys` are so few that a GPU may split
+        them."""
         num_tiles = capacity_of_table(total_q, batch, self.config.tile_m) * heads
         work = num_tiles * (-(-most_keys // self.config.tile_n) + BLOCKS_OF_TILE)
         has_few = num_tiles <= self.gpu.num_sms <= MOST_SPLIT_TILES and batch <= MOST_SEQUENCES

@@ -123,11 +123,8 @@ class Signature:
         return self.plan.shared_config if self.call == PACKED and self.plan.may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        """The plan of all calls with packed keys whose short sequences have so many queries or
-        fewer, whatever the number of sequences and keys.
-
-        Args:
-            overlaps_forward: whether there are others.
+        """Return the plan of all calls with packed keys with short sequences of so many queries.
+        Whatever the number of sequences and keys; `overlaps_forward` says whether there are others.
         """
         heads_kv, num_ctas = self.heads_kv, self.gpu.num_sms
         sizes = Sizes(1, most_queries, heads_kv, self.heads_q // heads_kv, TILE_N)
@@ -209,11 +206,7 @@ SENTENCES = {
 def choose_route(
     signature: Signature, sizes: PackedSizes, decode_is_faster: Callable[[], bool] | None = None
 ) -> Route:
-    """Choose the kernels of a call: by the first rule that holds.
-
-    Args:
-        decode_is_faster: whether the decode kernel is predicted to be; for dense calls.
-    """
+    """Choose the kernels of a call: by the first rule that holds."""
     for name, reason, holds in RULES[signature.call]:
         most = holds(signature, sizes)
         if most and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
@@ -228,12 +221,7 @@ def choose_dense(
     is_planned: bool = False,
     decode_is_faster: Callable[[], bool] | None = None,
 ) -> Route:
-    """Choose the kernels of a dense call; with gradients, `pack_gqa` is False unless asked for.
-
-    Args:
-        is_planned, pack_gqa: of `Signature`.
-        decode_is_faster: see `choose_route`.
-    """
+    """Choose the kernels of a dense call; with gradients, `pack_gqa` is False unless asked for."""
     batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
     longest = problem.seqlen_q, problem.seqlen_k
     signature = Signature(
@@ -244,11 +232,8 @@ def choose_dense(
 
 
 def kernels_of_packed(signature: Signature, name: str, most_queries: int = 1) -> list[Any]:
-    """The kernels of a route of packed keys, in the order of their launches.
-
-    Args:
-        most_queries: of the `Route`; any number has the same kernels, but many may take combine.
-    """
+    """Return the kernels of a route of packed keys, in the order of their launches.
+    Any `most_queries` has the same kernels, but many may take combine."""
     plan, window = signature.plan, signature.window
     if name == SHARED:
         return [launch.kernel for launch in plan.shared_launches(window)]

@@ -20,16 +20,7 @@ def has_mask(spec: AttentionSpec) -> bool:
 
 
 class TileKey(NamedTuple):
-    """What a tile's time depends on; the key of `Costs.tiles`.
-
-    Fields:
-        head_dim, head_dim_v: padded.
-        masked: whether the spec has a mask.
-        cluster: CTAs that share K and V.
-        follows: whether the softmax follows the running maximum, or has a fixed reference.
-        element_bytes: bytes of an element of q, k and v.
-        kernel: the kernel that works on the tile.
-    """
+    """What a tile's time depends on; the key of `Costs.tiles`. Head sizes are padded."""
 
     head_dim: int
     head_dim_v: int

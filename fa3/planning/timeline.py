@@ -132,12 +132,8 @@ class Timeline:
         return self.mean / self.us if self.us else 1.0
 
     def trace_events(self, title: str, lane_name: str, recorded: "Timeline | None" = None) -> dict:
-        """The Trace Event Format that Perfetto and chrome://tracing open.
-
-        Args:
-            lane_name: the name of a lane in this timeline.
-            recorded: a recording on the GPU; shown as a second process next to this prediction.
-        """
+        """Return the Trace Event Format that Perfetto and chrome://tracing open.
+        A recording is shown as a second process next to this prediction, of lanes with a name."""
         events = self.events(PREDICTED, lane_name)
         if recorded is not None:
             processes = [

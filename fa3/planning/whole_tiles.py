@@ -18,12 +18,7 @@ MERGE_BYTES = 100_000
 def whole_tiles_suffice(
     sizes: Sizes, window: Window, key_bytes: int, lengths: list[int], num_ctas: int
 ) -> bool:
-    """Whether the SM with most whole tiles is done before equal pieces are read and merged.
-
-    Args:
-        key_bytes: of a key and its value.
-        lengths: keys of each sequence.
-    """
+    """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
     most, total = most_of_whole_tiles(sizes, sizes.bounds(window), lengths, num_ctas)
     return most <= -(-total // num_ctas) + MERGE_BYTES / (TILE_N * key_bytes)
 
