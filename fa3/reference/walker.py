@@ -100,7 +100,7 @@ class Walker:
         self,
         spec: AttentionSpec,
         window: Window,  # of the mask, keys that a query sees before and after its own position
-        # Q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows, heads_kv,
+        # q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows, heads_kv,
         # columns), with pages (pages, page_size, ...); out (batch, rows, heads, head_dim_v) and lse
         # (batch, heads, rows), float32 or None, which are written. Packed ones have no batch, and
         # get one here.
