@@ -18,7 +18,8 @@ ELEMENT_TYPES = {
 }
 """Torch's name of a dtype -> the element type in a kernel."""
 
-FP8 = "float8_e4m3fn"  # the dtype of FP8 caches
+FP8 = "float8_e4m3fn"
+"""The dtype of FP8 caches."""
 
 
 def tma_tensor(dtype: str, shape: tuple) -> object:

@@ -143,7 +143,10 @@ class BlockConverter:
 
 @dataclass(frozen=True)
 class ConvertedPipeline:
-    """The mbarrier pipeline from converter warps, of which one lane arrives, to MMA warpgroups."""
+    """The mbarrier pipeline from the converter warps to the MMA warpgroup.
+
+    One lane of a warp arrives for its warp.
+    """
 
     pipe: pipeline.PipelineAsync
 
