@@ -2,8 +2,6 @@
 
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +9,9 @@ import pytest
 import torch
 from bench_stubs import draw
 
-import fa3
 from benchmarks import (
     bench_backward,
     bench_decode,
-    bench_first_call,
     bench_forward,
     bench_varlen,
     first_call,
@@ -26,7 +22,6 @@ from benchmarks import (
     runs,
     shapes,
 )
-from benchmarks.bench_against import load_tree
 from benchmarks.bench_scores import BUILT_IN, FUNCTIONS, PLAIN, Modified, ModifiedReference
 from benchmarks.first_call import CALLS, DONE, FIRST, SECOND
 from benchmarks.harness import WrongOutput
@@ -197,29 +192,9 @@ def test_calls_pass_their_own_check_and_no_other(name, cell):
             reference_of(Modified(PLAIN, []), cell, tensors).check(call())
 
 
-def test_another_tree_stands_beside_this_one(tmp_path):
-    shutil.copytree(Path(fa3.__file__).parent, tmp_path / "fa3")
-    theirs = load_tree(tmp_path)
-    assert Path(theirs.__file__).is_relative_to(tmp_path)
-    assert sys.modules["fa3"] is fa3 and theirs.flash_attn_func is not fa3.flash_attn_func
-    q = torch.randn(1, 40, 2, 64).bfloat16()
-    assert torch.equal(theirs.flash_attn_func(q, q, q), fa3.flash_attn_func(q, q, q))
-
-
 STEPS = [
     "import torch", "first tensor", "import cutlass", "import fa3", FIRST, DONE, SECOND,
 ]  # fmt: skip
-
-
-def test_nothing_is_imported_before_the_clock_runs():
-    program = (
-        "import sys, benchmarks.first_call; print('torch' in sys.modules, 'fa3' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=bench_first_call.ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == "False False\n"
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -227,12 +202,3 @@ def test_each_call_runs(call):
     found = first_call.run(call, "cpu", 64, is_compiled=False)
     assert sorted(found) == sorted(STEPS) and min(found.values()) >= 0
     assert found[FIRST] <= found[DONE]
-
-
-def test_a_kernel_that_is_not_on_disk_is_an_error(monkeypatch):
-    from fa3.running import compiler
-
-    monkeypatch.setattr(compiler, "compiled", compiler.compiled)
-    first_call.run("dense", "cpu", 64, is_compiled=True)
-    with pytest.raises(RuntimeError, match="a kernel is not on disk: run the call once"):
-        compiler.compiled("kernel", "options")

@@ -182,14 +182,6 @@ def test_what_a_folder_cannot_take_is_made_with_one_warning(folder, make, monkey
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("path", ["file", "file/below"])
-def test_a_cache_that_is_no_folder_costs_a_warning(folder, make, monkeypatch, path):
-    (folder / "file").write_text("")
-    monkeypatch.setenv("FA3_CACHE_DIR", str(folder / path))
-    with pytest.warns(RuntimeWarning, match="Not a directory"):
-        assert not is_stored(make)
-
-
 def test_a_user_without_a_home_gets_a_warning(make, monkeypatch):
     def unknown(uid):
         raise KeyError(uid)
@@ -218,13 +210,6 @@ def test_a_folder_that_others_may_write_to_is_not_used(folder, make, mode):
         assert not is_stored(make)
     folder.chmod(0o1777)
     assert is_stored(make)
-
-
-def test_a_folder_of_somebody_else_s_is_not_used(folder, make, monkeypatch):
-    assert is_stored(make)
-    give_away(folder, monkeypatch)
-    with pytest.warns(RuntimeWarning, match=rf"{folder} belongs to uid \d+, neither to you"):
-        assert not is_stored(make)
 
 
 @pytest.mark.parametrize("spoil", ["owner", "mode", "link"])

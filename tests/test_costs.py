@@ -18,10 +18,8 @@ from fa3.planning.costs import shipped_costs
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.load import (
-    EXACT_ROUNDS,
     Load,
     RowLoad,
-    makespan,
     segments_of,
     segments_of_tiles,
 )
@@ -116,33 +114,6 @@ def test_the_part_that_merges_costs_more_than_one_that_leaves():
 # ----------------------------------------------------------------------------- segments and time
 
 
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 20), Window(left=100)])
-def test_units_are_the_tiles_blocks(window):
-    problem = make_problem(2, 1000, 1500, 3, 2, window=window)
-    plan = plan_forward(problem, config=TILES)
-    order = plan.schedule.order
-    segments = segments_of_tiles(plan.tiled)
-    spans = {order.index(span.segment.tile): span.cost for span in plan.simulate().spans}
-    assert len(segments.full) == order.num_tiles
-    for index, cost in spans.items():
-        assert (segments.full[index], segments.masked[index]) == (
-            cost.full_blocks,
-            cost.blocks - cost.full_blocks,
-        )
-
-
-@given(
-    st.lists(st.floats(0.1, 100), min_size=1, max_size=300),
-    st.integers(1, 140),
-)
-def test_makespan_is_that_of_the_hand_out_or_near_it(times, lanes):
-    found, exact = makespan(np.array(times), lanes), greedy(times, lanes)
-    if len(times) < (EXACT_ROUNDS + 1) * lanes:
-        assert found == pytest.approx(exact)
-    assert abs(found - exact) <= max(times) + 1e-6
-    assert found >= sum(times) / lanes - 1e-6
-
-
 @given(
     st.integers(1, 3),
     st.integers(0, 9000),
@@ -160,23 +131,6 @@ def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, l
     whole = Load.of(segments, tiled.costs, lanes)
     assert rows.greedy == pytest.approx(whole, rel=1e-6, abs=1e-6)
     assert whole.total / lanes - 1e-6 <= rows.balanced.last <= whole.last + 1e-6
-
-
-@given(st.integers(1, 3), st.integers(1, 9000), st.sampled_from([1, 2, 7, 32]))
-@settings(max_examples=60, deadline=None)
-def test_an_even_cut_has_all_of_the_work(batch, seqlen, heads):
-    problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=CAUSAL)
-    tiled = TiledProblem(problem, H200, replace(TILES, cluster_m=2))
-    rows, tile = RowLoad.of(tiled), tiled.costs
-    whole, cut = rows.greedy, rows.cut_evenly
-    assert cut.blocks == whole.blocks
-    assert cut.num_parts <= tiled.lanes
-    assert 0 < cut.blocks_of_parts <= cut.blocks
-    # Each cluster has two segments, whatever there were before, and one of them is a part.
-    segments = 2 * cut.num_parts - min(tiled.order.num_tiles, cut.num_parts)
-    extra = segments * tile.tile_us + cut.num_parts * tile.part_us
-    assert whole.total - 1e-6 <= cut.total <= whole.total + extra + 1e-6
-    assert cut.last >= whole.total / tiled.lanes - 1e-6
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

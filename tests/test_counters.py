@@ -1,9 +1,7 @@
 """Counters of calls: those of a stream are taken in turns, a capture has its own."""
 
 import contextlib
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,21 +27,10 @@ def places(tensor: torch.Tensor) -> set[int]:
     return {tensor.data_ptr() + 4 * i for i in range(len(tensor))}
 
 
-def test_calls_that_follow_each_other_share():
-    of_stream = counters_of(CPU, 1, None)
-    first = of_stream.take(5)
-    of_stream.give_back(first)
-    assert counters_of(CPU, 1, None).take(9).data_ptr() == first.data_ptr()
-
-
 def test_a_call_between_the_launches_of_another_has_its_own():
     of_stream = counters_of(CPU, 1, None)
     first, between = of_stream.take(5), of_stream.take(5)
     assert not places(first) & places(between)
-
-
-def test_streams_do_not_share():
-    assert not places(counters_of(CPU, 1, None).take(9)) & places(counters_of(CPU, 2, None).take(9))
 
 
 def test_what_an_interrupted_call_left_is_not_used_again():
@@ -92,35 +79,11 @@ def test_captures_share_with_nobody_and_their_launches_with_each_other():
     assert len(set.union(*taken)) == 4 * FEWEST
 
 
-def test_a_larger_launch_of_a_capture_gets_more():
-    counters_of(CPU, 1, None).take(8)
-    of_capture = counters_of(CPU, 1, Capture(0))
-    few, many = of_capture.take(8), of_capture.take(9)
-    assert not places(few) & places(many)
-    of_capture.give_back(few), of_capture.give_back(many)
-    assert of_capture.take(9).data_ptr() == many.data_ptr()
-
-
 def test_what_captures_got_stays_theirs():
     reserve = Reserve(torch.zeros(RESERVE, dtype=torch.int32))
     taken = [reserve.take(RESERVE // 4) for _ in range(4)]
     assert len(set.union(*map(places, taken))) == 4 * (RESERVE // 4)
     assert reserve.take(RESERVE // 4) is None
-
-
-def test_threads_may_bring_new_streams_at_the_same_time():
-    def bring(first: int) -> None:
-        for stream in range(first, first + 4000):
-            counters_of(CPU, stream, None)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(bring, range(0, 40_000, 10_000)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(counters.BY_STREAM) <= MOST_STREAMS
 
 
 def test_a_finalizer_may_bring_a_stream_while_others_are_forgotten(monkeypatch):

@@ -206,27 +206,6 @@ def test_threads_and_streams(device):
     assert not used_counters()
 
 
-def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
-    """The next call's CTAs are there early: they must not begin, nor take numbers, before."""
-    call = make_call(
-        CacheProblem((3000, 30, 500), heads_kv=4, group=2, head_dim=128), device=device
-    )
-
-    def layers(wait: bool) -> torch.Tensor:
-        x, outputs = call["q"], []
-        for _ in range(50):
-            x = flash_attn_with_kvcache(**(call | {"q": x}))
-            outputs.append(x)
-            if wait:
-                torch.cuda.synchronize()
-        return torch.stack(outputs)
-
-    expected = layers(wait=True)
-    for _ in range(50):
-        assert torch.equal(layers(wait=False), expected)
-    assert not used_counters()
-
-
 def test_fewer_sms_and_long_sequences(device):
     for seqlens, heads_kv, group in (((1 << 17,), 8, 4), ((60_000, 5), 2, 4)):
         problem = CacheProblem(seqlens, heads_kv=heads_kv, group=group, head_dim=128)

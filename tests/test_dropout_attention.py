@@ -13,13 +13,11 @@ from reference import check_attention, visible
 from score_problems import Recipe
 from test_dropout import DROPPED, PACKED, SEED, STATE, leaves
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, check_varlen, make_call
 
 import fa3
 from fa3.calls.dropout import draw_rng_state
-from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -166,21 +164,6 @@ def test_no_dropout_is_none():
     d_out = torch.randn_like(outs[0])
     expected, found = (torch.autograd.grad(out, inputs, d_out) for out in outs)
     assert torch.equal(*outs) and all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize("name", ["tiles", "split", "static"])
-def test_no_tiling_and_no_schedule_changes_the_mask(name):
-    problem = make_problem(1, 200, 1000, 1, 2, 64)
-    problem = replace(problem, spec=replace(problem.spec, has_dropout=True))
-    q, k, v = make_operands(problem)
-    expected = fa3.flash_attn_func(q, k, v, **DROPPED)
-    plan = plan_forward(problem, schedule=None if name == "tiles" else name)
-    if name == "tiles":
-        config = ForwardConfig(128, 80)
-        assert plan.config != config
-        plan = plan_forward(problem, config=config)
-    found = fa3.flash_attn_func(q, k, v, plan=plan, **DROPPED)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_a_plan_knows_whether_there_is_dropout():
@@ -361,34 +344,6 @@ def test_the_host_waits_for_nothing(device):
         fa3.flash_attn_func(q, k, v, dropout_p=0.5).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_gradients_have_the_same_bits_every_time(
-    head_dim, is_packed, device, dropped
-):
-    """Those of q and of sinks too, and those that a checkpoint computes anew."""
-    problem = make_problem(2, 900, 1000, 2, 2, head_dim, CAUSAL)
-    operands = make_operands(problem, 0, device)
-    options = {"causal": True, "deterministic": True, **dropped}
-    lengths, attend = (), fa3.flash_attn_func
-    if is_packed:
-        operands, attend = [x.flatten(0, 1) for x in operands], fa3.flash_attn_varlen_func
-        ends = (torch.tensor((0, n, 2 * n), device=device).int() for n in (900, 1000))
-        lengths = *ends, 900, 1000
-    inputs = [x.requires_grad_() for x in (*operands, torch.randn(4, device=device))]
-
-    def run(q, k, v, sinks):
-        return attend(q, k, v, *lengths, sinks=sinks, **options)
-
-    d_out = torch.randn_like(operands[0])
-    expected = torch.autograd.grad(run(*inputs), inputs, d_out)
-    for _ in range(20):
-        found = torch.autograd.grad(run(*inputs), inputs, d_out)
-        assert all(map(torch.equal, found, expected))
-    again = checkpoint(run, *inputs, use_reentrant=False)
-    assert all(map(torch.equal, torch.autograd.grad(again, inputs, d_out), expected))
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -31,8 +31,6 @@ from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.reference.cache import HostAppend
 from fa3.running.compiler import key_of
-from fa3.schedules import SplitTiles, TileList
-from fa3.schedules.marked import RecomputeTiles
 from fa3.scores.masks import Band
 from fa3.tools import warmup
 from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS, Model, sliding
@@ -300,31 +298,6 @@ def test_the_documentation_counts_what_is_compiled(compiled):
     assert f"has {len(set().union(*compiled.values()))} kernels in all" in page
     guide = (Path(__file__).parents[1] / "docs" / "decoding.md").read_text()
     assert f"compiles {len(compiled['cache'] | compiled['dense'])} kernels" in guide
-
-
-def draw_problem(draw: random.Random) -> Problem:
-    """Draw a causal problem with more keys than queries, and heads of 128 that share keys."""
-    seqlen_k = between(draw, 1, LONGEST)
-    seqlen_q = between(draw, 1, min(seqlen_k, 8192))
-    batch = between(draw, 1, min(MOST_BATCH, MOST_TOKENS // seqlen_k))
-    spec = warmup.spec_of(MODEL, CAUSAL)
-    return Problem(spec, batch, seqlen_q, seqlen_k, draw.choice((1, 8)), 4, CAUSAL)
-
-
-@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
-def test_heads_that_share_keys_run_in_pairs_with_three_kernels(gpu):
-    draw = random.Random(1)
-    found = {
-        launch.kernel
-        for problem in (draw_problem(draw) for _ in range(400))
-        for launch in plan_forward(problem, gpu).launches()
-    }
-    assert len(found) == 3
-    assert {(kernel.schedule_type, kernel.config.cluster_h) for kernel in found} == {
-        (TileList, 2),
-        (SplitTiles, 2),
-        (RecomputeTiles, 1),
-    }
 
 
 def test_short_calls_and_long_ones_have_one_kernel(monkeypatch):

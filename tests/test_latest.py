@@ -96,14 +96,6 @@ def test_a_tangent_is_refused(kind):
             function(**call | {"q": dual})
 
 
-def test_gradients_come_whatever_was_before():
-    for wants in (False, True, False, True, True, True):
-        call = packed_call()
-        call["q"].requires_grad_(wants)
-        out = fa3.flash_attn_varlen_func(**call)
-        assert out.requires_grad == wants
-
-
 def test_dropout_is_that_of_the_call_whatever_was_before(stop_describing):
     call, state = packed_call(), torch.tensor([7])
     dropped = {"dropout_p": 0.5, "rng_state": state}

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,37 +77,6 @@ def test_no_block_is_touched_or_masked_in_vain(tile):
         assert block.any() or blocks.end - blocks.begin == 1
         if not blocks.full_begin <= n_block < blocks.full_end:
             assert block.shape[1] < tile_n or not block.all()
-
-
-@given(tiles())
-def test_key_range_is_the_visible_row(tile):
-    _, _, _, sequence = tile
-    mask = Band.of(sequence.window)
-    for row, seen in enumerate(visible(*sequence).tolist()):
-        begin, end = mask.key_range(row, sequence)
-        assert [begin <= key < end for key in range(sequence.seqlen_k)] == seen
-
-
-@pytest.mark.parametrize(
-    ("window", "row_begin", "expected"),
-    [
-        (Window(), 0, Blocks(0, 0, 4, 4)),
-        (Window(right=0), 0, Blocks(0, 0, 0, 1)),
-        (Window(right=0), 384, Blocks(0, 0, 3, 4)),
-        (Window(left=128, right=0), 384, Blocks(2, 3, 3, 4)),
-        (Window(left=255, right=0), 384, Blocks(1, 2, 3, 4)),
-        (Window(left=0), 384, Blocks(3, 4, 4, 4)),
-    ],
-)
-def test_blocks_of_well_known_masks(window, row_begin, expected):
-    assert key_blocks(row_begin, 128, 128, Sequence(512, 512, window)) == expected
-
-
-def test_more_queries_than_keys_hide_the_first_rows():
-    sequence = Sequence(300, 100, Window(right=0))
-    assert key_blocks(0, 128, 64, sequence) == Blocks(0, 0, 0, 1)
-    begin, end = Band.of(sequence.window).key_range(199, sequence)
-    assert end <= begin
 
 
 def test_only_the_presence_of_bounds_is_compile_time():
@@ -190,23 +158,6 @@ def test_blocks_are_those_that_a_tile_sees(drawn):
     full = slice(blocks.full_begin * tile_n, blocks.full_end * tile_n)
     assert full.stop <= sequence.seqlen_k or full.start == full.stop
     assert seen[:, full].all()
-
-
-@given(tiles())
-def test_an_intersection_with_all_keys_is_the_band(tile):
-    sequence = tile[-1]
-    everything = Table(torch.ones(sequence.seqlen_q, sequence.seqlen_k, dtype=torch.bool))
-    blocks, _ = intersected(tile, everything)
-    assert blocks == key_blocks(*tile)
-
-
-def test_an_intersection_spares_blocks_at_both_ends_and_masks_only_the_edges():
-    seen = torch.zeros(512, 512, dtype=torch.bool)
-    seen[:, 100:420] = True
-    tile = (0, 128, 32, Sequence(512, 512, Window()))
-    assert intersected(tile, Table(seen))[0] == Blocks(3, 4, 13, 14)
-    causal = (256, 128, 32, Sequence(512, 512, Window(right=0)))
-    assert intersected(causal, Table(seen))[0] == Blocks(3, 4, 8, 12)
 
 
 def test_until_it_is_bound_an_intersection_has_the_band_s_blocks_all_masked():

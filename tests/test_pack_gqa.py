@@ -1,6 +1,5 @@
 """Dense calls in the decode kernel, whose tiles have all query heads of a key/value head."""
 
-import random
 from functools import partial
 from itertools import product
 
@@ -63,12 +62,15 @@ def how(problem: Problem, **options) -> forward.PreparedCall:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "group"),
-    [(1, 1, 4), (1, 700, 8), (5, 300, 4), (40, 130, 4), (9, 5, 2), (70, 200, 1), (3, 64, 24)],
+    [(1, 1, 4), (1, 700, 8), (5, 3000, 7), (40, 130, 4), (9, 5, 2), (70, 200, 1), (3, 64, 24)],
 )
-def test_matches_dense_attention(window, seqlen_q, seqlen_k, group):
+def test_matches_dense_attention(window, seqlen_q, seqlen_k, group, where):
+    """With the bits of a call on a cache that is full."""
     problem = make_problem(2, seqlen_q, seqlen_k, 2, group, 64, window)
-    operands, (out, lse) = attend(problem)
+    operands, (out, lse) = attend(problem, where)
     check_attention(out, lse, *operands, window=window)
+    cached = fa3.flash_attn_with_kvcache(*operands, window_size=window, return_lse=True)
+    assert torch.equal(out, cached[0]) and torch.equal(lse, cached[1])
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -94,13 +96,6 @@ def test_gradients_are_of_the_forward_kernel(problem, where):
         )
     out.sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
-
-
-def test_bits_are_those_of_a_cache_that_is_full():
-    problem = make_problem(3, 7, 500, 2, 4, 64, CAUSAL)
-    operands, found = attend(problem)
-    cached = fa3.flash_attn_with_kvcache(*operands, causal=True, return_lse=True)
-    assert all(map(torch.equal, found, cached))
 
 
 @pytest.mark.parametrize(
@@ -217,9 +212,7 @@ def test_problems_that_cannot_be_packed():
 # -------------------------------------------------------------------------------------- graphs
 
 
-@pytest.mark.parametrize(
-    ("pack_gqa", "has_gradients"), [(None, False), (True, False), (False, False), (None, True)]
-)
+@pytest.mark.parametrize(("pack_gqa", "has_gradients"), [(True, False), (None, True)])
 def test_graphs_pack_as_calls_do(pack_gqa, has_gradients):
     operands = [x.requires_grad_(has_gradients) for x in make_operands(FEW)]
 
@@ -234,33 +227,6 @@ def test_graphs_pack_as_calls_do(pack_gqa, has_gradients):
     if has_gradients:
         with pytest.raises(Exception, match="pack_gqa=True has no gradient"):
             compiled(partial(run, pack_gqa=True))
-
-
-GROUPS = (1, 2, 4, 7, 8, 16)
-
-
-def random_problem(seed: int) -> Problem:
-    """Draw a problem: few queries or some hundreds, keys of all orders of magnitude."""
-    draw = random.Random(seed)
-    seqlen_q = draw.randint(1, draw.choice((1, 16, 300)))
-    return make_problem(
-        batch=draw.randint(1, draw.choice((2, 40))),
-        seqlen_q=seqlen_q,
-        seqlen_k=draw.choice((seqlen_q, draw.randint(1, draw.choice((60, 1000, 9000))))),
-        num_heads_kv=draw.randint(1, 4),
-        qhead_per_kvhead=draw.choice(GROUPS),
-        head_dim=draw.choice((64, 128)),
-        window=draw.choice(WINDOWS),
-    )
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_random_shapes(seed, device):
-    problem = random_problem(seed)
-    operands, (out, lse) = attend(problem, device, seed)
-    check_attention(out, lse, *operands, window=problem.window)
-    cached = fa3.flash_attn_with_kvcache(*operands, window_size=problem.window, return_lse=True)
-    assert torch.equal(out, cached[0]) and torch.equal(lse, cached[1])
 
 
 @pytest.mark.parametrize("batch", [1, 33, 1500])

@@ -68,26 +68,6 @@ def test_all_sms_are_lanes_and_time_begins_with_the_first_warpgroup(plan):
     assert recorded.us == max(span.end for span in recorded.spans)
 
 
-@every_plan
-def test_work_and_balance_of_what_was_recorded(plan):
-    """Busy is what at least one warpgroup was at; warpgroups overlap, and there are pauses."""
-    notes = made_up_notes(plan)
-    recorded = timeline_of(notes, plan)
-    for lane, busy in enumerate(recorded.busy):
-        units = defaultdict(list)
-        for note in notes:
-            if note.sm == lane:
-                units[note[2:7]].append(note)
-        covered, until = 0, 0
-        spans = [(min(n.began for n in g), max(n.ended for n in g)) for g in units.values()]
-        for began, ended in sorted(spans):
-            covered += max(0, ended - max(began, until))
-            until = max(until, ended)
-        assert busy == pytest.approx(covered / 1000)
-    assert 0 < recorded.balance <= 1
-    assert max(recorded.busy) <= recorded.us
-
-
 def note(sm, warpgroup, tile, began, ended, blocks=(0, 2)) -> Note:
     return Note(sm, warpgroup, *tile, *blocks, began, began + 1, ended - 1, ended)
 
@@ -123,13 +103,6 @@ def test_a_lane_is_never_busy_twice():
     assert timeline.stretched(38.0).busy == (38.0,)
     bars = [event for event in timeline.trace_events("", "SM")["traceEvents"] if "dur" in event]
     assert [(bar["ts"], bar["dur"]) for bar in bars] == [(0.0, 9.0), (9.0, 10.0)]
-
-
-def test_sms_beyond_those_of_the_plan_are_lanes_too():
-    """A plan may leave SMs to other kernels, and the GPU chooses which."""
-    plan = plan_forward(make_problem(1, 128, 128), replace(H200, num_sms=10))
-    tile = Tile(0, 0, 0)
-    assert timeline_of([note(99, 0, tile, 0, 9)], plan).num_lanes == 100
 
 
 def events_of(trace: dict, phase: str, pid: int | None = None) -> list[dict]:
@@ -284,21 +257,6 @@ def test_every_warpgroup_notes_every_unit_once(plan, operands):
             for one, blocks in segments.items()
         }
     )
-
-
-@pytest.mark.gpu
-def test_key_blocks_cover_each_tile_once(plan, operands):
-    """Under a causal mask a tile's blocks begin at 0."""
-    _, notes = run_recorded(plan, *operands)
-    whole = plan_forward(plan.problem, config=plan.config, schedule="single").simulate()
-    ranges = defaultdict(set)
-    for note in notes:
-        ranges[note[2:5]].add((note.first_block, note.end_block))
-    assert ranges.keys() == {span.segment.tile for span in whole.spans}
-    for span in whole.spans:
-        parts = sorted(ranges[span.segment.tile])
-        assert (parts[0][0], parts[-1][1]) == (0, span.cost.blocks)
-        assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
 
 
 @pytest.mark.gpu

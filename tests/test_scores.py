@@ -17,7 +17,6 @@ from score_problems import (
     NOTHING,
     RECIPES,
     Recipe,
-    RelativeBias,
     Span,
     Stairs,
     modify,
@@ -66,11 +65,6 @@ def check(problem: Problem, arguments: dict, operands) -> tuple[torch.Tensor, to
     return out, lse
 
 
-def check_recipe(problem: Problem, recipe: Recipe, where="cpu", seed: int = 0):
-    operands = make_operands(problem, seed, where)
-    return check(problem, recipe.make(problem, operands[0], seed), operands)
-
-
 # ------------------------------------------------------------------------------- combinations
 
 
@@ -85,24 +79,6 @@ def check_recipe(problem: Problem, recipe: Recipe, where="cpu", seed: int = 0):
 def test_combinations_match_dense_attention(problem, recipe, config, schedule, seed):
     arguments = recipe.make(problem, make_operands(problem)[0], seed)
     run(problem, arguments, seed, config, schedule)
-
-
-def test_causal_is_the_window_of_alibi():
-    """Behind the diagonal the bias needs no absolute value; the results are the same."""
-    q, k, v = make_operands(make_problem(2, 100, 140, 2))
-    slopes = torch.rand(2)
-    out = fa3.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
-    same = fa3.flash_attn_func(q, k, v, window_size=(-1, 0), alibi_slopes=slopes)
-    assert torch.equal(out, same)
-
-
-def test_softcap_comes_before_the_biases():
-    """A bias that is not capped moves the log-sum-exp as far as it is large."""
-    problem = make_problem(1, 100, 140, 2)
-    table = torch.full((2, 41), 100.0)
-    arguments = NOTHING | {"softcap": 2.0, "score": RelativeBias(table, 20)}
-    _, lse = check(problem, arguments, make_operands(problem))
-    assert ((lse - 100 - math.log(140)).abs() <= 2).all()
 
 
 # -------------------------------------------------------------------------------------- edges
@@ -174,17 +150,6 @@ def test_a_sink_that_is_nan_is_seen(queries):
         assert out[:, :, 1].isfinite().all() and lse[:, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("sinks", [None, (0.5, -math.inf)])
-def test_rows_without_keys(sinks, where):
-    problem = make_problem(2, 500, 300, 2, 1, 64 if where == "cpu" else 128, CAUSAL)
-    sinks = None if sinks is None else torch.tensor(sinks, device=where)
-    operands = make_operands(problem, device=where)
-    out, lse = check(problem, NOTHING | {"sinks": sinks}, operands)
-    expected = torch.full((2,), -math.inf, device=where) if sinks is None else sinks
-    assert (out[:, :200] == 0).all()
-    torch.testing.assert_close(lse[:, :, :200], expected[:, None].expand(2, 2, 200))
-
-
 @pytest.mark.parametrize("sinks", [None, (0.5, -1.0)])
 def test_a_mask_that_hides_everything(sinks, where):
     problem = make_problem(1, 500, 900, 2, 1, 64 if where == "cpu" else 128)
@@ -195,12 +160,6 @@ def test_a_mask_that_hides_everything(sinks, where):
         arguments["sinks"] = sinks
     out, lse = check(problem, arguments, make_operands(problem, device=where))
     assert (out == 0).all() and (lse == sinks[:, None]).all()
-
-
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}], ids=str)
-def test_empty_tensors(sizes, where):
-    problem = make_problem(**({"batch": 2, "seqlen_q": 70, "num_heads_kv": 3} | sizes))
-    check_recipe(problem, EVERYTHING, where)
 
 
 def test_a_score_may_hide():
@@ -223,20 +182,6 @@ def test_a_score_may_hide():
     masked, masked_lse = check(problem, NOTHING | {"mask": span}, make_operands(problem))
     assert torch.equal(out, masked) and torch.equal(lse, masked_lse)
     assert (lse[:, 1] == -math.inf).all()
-
-
-def test_tensors_may_have_any_strides(where):
-    problem = make_problem(2, 300, 400, 2, 2, 64 if where == "cpu" else 128)
-    operands = make_operands(problem, device=where)
-    arguments = EVERYTHING.make(problem, operands[0])
-    strided = arguments | {
-        "alibi_slopes": arguments["alibi_slopes"].T.contiguous().T,
-        "sinks": arguments["sinks"].repeat_interleave(3)[::3],
-        "score": RelativeBias(arguments["score"].table.T.contiguous().T, 20),
-    }
-    results = (check(problem, given, operands) for given in (arguments, strided))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
 
 
 # ------------------------------------------------------------------------------------- ranges
@@ -315,18 +260,6 @@ def test_ranges_are_asked_for_the_rows_of_a_tile():
         for first, last in ((0, 127), (128, 199))
     }
     assert set(asked) == expected
-
-
-def test_without_tensors_the_steps_are_those_of_the_window():
-    problem = make_problem(1, 256, 256, 2, window=CAUSAL)
-    q, _, _ = make_operands(problem)
-    span = Span(torch.tensor([64, 64]).int(), torch.tensor([96, 96]).int())
-    modified, _ = modify(problem, q, NOTHING | {"mask": span})
-    plan = plan_forward(modified, SMALL_GPU, SMALL_TILES)
-    assert [step.blocks for step in steps(plan)] == [
-        (blocks.begin, blocks.begin, blocks.begin, blocks.end)
-        for blocks in (step.blocks for step in steps(plan_forward(problem, SMALL_GPU, SMALL_TILES)))
-    ]
 
 
 @places(

@@ -1,6 +1,5 @@
 """Calls that share a GPU's streams and memory: threads, interruptions, graphs, queued work."""
 
-import functools
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from problems import make_operands, make_problem
 from reference import check_attention
 
 import fa3
-from fa3.calls import forward as api
 from fa3.calls.forward import PreparedCall, prepare_forward
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
@@ -65,21 +63,6 @@ def test_threads_on_one_stream(num_threads, device):
 
     with ThreadPoolExecutor(num_threads) as pool:
         assert list(pool.map(work, range(num_threads))) == [0] * num_threads
-
-
-def test_threads_on_streams_of_their_own(device):
-    calls = [failing_call(device, seed, 3000 + 300 * seed) for seed in range(4)]
-    expected = [attend(*call) for call in calls]
-    torch.cuda.synchronize()
-
-    def work(i: int) -> bool:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            found = [attend(*calls[i]) for _ in range(30)]
-            torch.cuda.current_stream().synchronize()
-        return all(torch.equal(out, expected[i][0]) for out, _ in found)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
@@ -201,20 +184,3 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
     assert len(graphs.LIVE) <= 2
     # At most one reserve that is being used up beside the first.
     assert max(sizes) - sizes[0] <= 3 * 4 * counters.RESERVE
-
-
-def test_shapes_are_not_remembered_for_ever(device, monkeypatch):
-    """What 300 shapes take is let go when others come."""
-    bounded = functools.lru_cache(maxsize=20)(prepare_forward.__wrapped__)
-    monkeypatch.setattr(api, "prepare_forward", bounded)
-
-    def sweep() -> int:
-        for seqlen in range(1001, 1301):
-            operands = (torch.empty(1, seqlen, 2, 64, dtype=torch.bfloat16, device=device),) * 3
-            fa3.flash_attn_func(*operands, causal=True)
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-
-    first, second = sweep(), sweep()
-    assert bounded.cache_info().currsize == 20
-    assert second <= first + (1 << 16)

@@ -146,12 +146,6 @@ def test_widths_of_crews(heads, tiles, ctas, width):
     assert crew_width(heads, tiles, ctas) == width
 
 
-def test_tiles_as_many_as_ctas_stay_whole():
-    for lengths, heads, num_ctas in (([(0, 128)] * 33, 8, 132), ([(0, 32)] * 128, 1, 132)):
-        cut = CtaGroups(num_ctas, crew_width(heads, len(lengths) * heads, num_ctas))
-        assert all(segment.is_whole for _, segment in segments(cut, lengths, 1, heads, num_ctas))
-
-
 @given(calls())
 def test_parts_are_where_the_record_says_in_the_order_of_keys(call):
     cut, parts = call[0], defaultdict(list)
@@ -190,12 +184,6 @@ def test_units_do_not_depend_on_the_neighbours(call, num_ctas):
 
     together = cuts_of_last(cut, blocks, call[-1])
     assert together == cuts_of_last(alone, blocks[-1:], num_ctas)
-
-
-@given(calls(cuts=("splits",)))
-def test_a_fixed_split_has_no_more_parts_than_asked(call):
-    parts = Counter(segment.tile for _, segment in segments(*call))
-    assert max(parts.values()) <= call[0].num_splits
 
 
 @given(calls(cuts=("stream", "crews", "whole")))

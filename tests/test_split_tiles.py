@@ -1,7 +1,5 @@
 """Tiles in parts: every key block of every tile once, and clusters that end together."""
 
-from collections import defaultdict
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -85,30 +83,6 @@ def test_clusters_end_together(num_m_blocks, heads, blocks, most):
     schedule = SplitTiles.cut(order, 132, ranges)
     work = [sum(time_of(u, ranges) for u in walk(schedule, c)) for c in range(132)]
     assert max(work) <= most * sum(work) / len(work)
-
-
-def test_parts_are_packed_beside_short_tiles():
-    # 32 causal row blocks of 4 heads in pairs: stretches in a line end at 21.4.
-    order = TileOrder(32, 2, 1, 2)
-    end = 1 + order.m_blocks()
-    masks = np.full(order.num_tiles, 0.1)
-    ranges = KeyRanges(np.zeros_like(end), end, 1.0, 2.5, 1.1, masks)
-    schedule = SplitTiles.cut(order, 66, ranges)
-    check_schedule(schedule, ranges.first_blocks, end)
-    work, there, merged = [], defaultdict(float), {}
-    for cluster in range(schedule.num_clusters):
-        segments = list(walk(schedule, cluster))
-        assert sum(not segment.is_whole for segment in segments) <= 2
-        work.append(0.0)
-        for segment in segments:
-            tile = segment.tile
-            work[-1] += time_of(segment, ranges) + 0.1 * (segment.end == end[order.index(tile)])
-            if segment.begin > 0:
-                there[tile] = max(there[tile], work[-1])
-            elif not segment.is_whole:
-                merged[tile] = work[-1]
-    assert max(work) < 20.6
-    assert all(there[tile] <= us - ranges.merge for tile, us in merged.items()), "nobody waits"
 
 
 def test_a_merge_waits_for_the_last_part():

@@ -406,28 +406,3 @@ def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, tran
     found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
     assert len(ran) == 2
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
-
-
-@needs_registry
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_dropout_of_sdpa_on_a_gpu(active, device, monkeypatch, compiled):
-    """The backward pass, in a graph too, has the mask of the forward pass."""
-    ran = runs_of_fa3(monkeypatch, "differentiate")
-
-    def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
-
-    # All keys weigh the same. Values name their keys, and gradients their queries.
-    q, k = torch.zeros(2, 2, 4, 64, 64, device=device).bfloat16()
-    named = torch.eye(64, device=device).bfloat16().expand(2, 4, 64, 64)
-    v = named.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    torch.compiler.reset()
-    run = torch.compile(attend, fullgraph=True) if compiled else attend
-    first, second = run(q, k, v), run(q, k, v)
-    assert not torch.equal(first, second)
-    for out in (first, second):
-        (dv,) = torch.autograd.grad(out, v, named)
-        assert torch.equal(out != 0, dv.transpose(2, 3) != 0)
-        assert 0.6 < (out != 0).float().mean() < 0.8
-    assert len(ran) == 2

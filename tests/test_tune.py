@@ -18,7 +18,6 @@ from fa3.calls import tuned_plans
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.tuned_plans import forget_plans, plan_call, plans_path
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import CHOICES, plan_dense, plan_forward
 from fa3.problem import Problem, Window
 from fa3.running import code_cache
@@ -177,15 +176,6 @@ def test_the_fastest_is_kept_if_it_is_clearly_faster(times, index):
     assert fastest(times) == index
 
 
-def test_a_run_prints_all_times(compiler, capsys):
-    name = rivals(LONG)[2]
-    tuned_to(LONG, name)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1 x 4,096 queries on 4,096 keys, 32 query heads on 8")
-    assert lines[1] == f"        100 us  {plan_dense(LONG, H200).name}"
-    assert f"kept   90.0 us  {name}" in lines and len(lines) == 1 + MOST_PLANS
-
-
 def launched(problem: Problem, **options) -> list:
     """The kernels that a call on a GPU launches."""
     q, k, v = make_operands(problem)
@@ -236,20 +226,6 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
     assert plan_call(SHORT, H200).name == "packed"
 
 
-def test_pack_gqa_says_which_kernel(compiler, monkeypatch):
-    tuned_to(SHORT, "packed")
-    tuned_to(LONG, rivals(LONG)[0])
-    assert plan_call(SHORT, H200, False) == plan_forward(SHORT, H200)
-    assert plan_call(LONG, H200, False).name == rivals(LONG)[0]
-    assert plan_call(LONG, H200, True) == GroupedPlan.of(LONG, H200)
-
-
-def test_cpu_tensors_run_as_planned(compiler, monkeypatch):
-    tuned_to(SHORT, "packed")
-    monkeypatch.setattr("fa3.calls.forward.plan_call", lambda *given: pytest.fail("tuned"))
-    assert fa3.flash_attn_func(*make_operands(SHORT)).shape == (1, 300, 4, 64)
-
-
 def test_a_process_keeps_its_plans(compiler, monkeypatch):
     """So its results keep their bits."""
     before = plan_call(SHORT, H200)
@@ -289,12 +265,6 @@ def test_a_file_that_is_not_whole_is_ignored_and_written_anew(spoil, compiler, m
     assert plan_call(SHORT, H200).name == "packed"
 
 
-def test_each_gpu_has_plans_of_its_own(compiler):
-    tuned_to(SHORT, "packed")
-    assert plan_call(SHORT, OTHER_GPU) == plan_dense(SHORT, OTHER_GPU)
-    assert plans_path(OTHER_GPU.name) != plans_path(H200.name)
-
-
 def test_plans_of_another_version_do_not_count(compiler, folder, monkeypatch):
     tuned_to(SHORT, "packed")
     before = list(folder.glob("*.plans"))
@@ -305,11 +275,6 @@ def test_plans_of_another_version_do_not_count(compiler, folder, monkeypatch):
         tuned_to(SHORT, "none")
     assert len(list(folder.glob("*.plans"))) == 2 > len(before)
     assert plan_call(SHORT, H200).name == "packed"
-
-
-def test_without_a_folder_the_planner_chooses(folder, monkeypatch):
-    monkeypatch.setenv("FA3_CACHE_DIR", "~nouser/x")
-    assert plan_call(SHORT, H200) == plan_dense(SHORT, H200)
 
 
 def test_threads_that_tune_lose_no_plan(compiler, monkeypatch):

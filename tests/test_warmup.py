@@ -342,36 +342,6 @@ def test_what_is_not_done_is_given_up(started):
     assert all(process.returncode for process in started)
 
 
-WITHOUT_DRIVER = """
-import cutlass.base_dsl.env_manager as manager
-
-def refuse(prefix):
-    raise AssertionError("the driver is asked for its GPU")
-
-manager.detect_gpu_arch = refuse
-"""
-
-
-class Run:
-    """Code that runs where it is unpickled."""
-
-    def __init__(self, code: str) -> None:
-        self.code = code
-
-    def __reduce__(self) -> tuple:
-        return exec, (self.code, {})
-
-
-@pytest.mark.compiles
-def test_the_driver_is_not_asked(tmp_path, monkeypatch):
-    """Its GPUs are hidden: each time the driver would look for them in vain."""
-    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
-    with CompilePool([Run(WITHOUT_DRIVER), SMALL[0]], 1) as pool:
-        assert pool.next_done() and pool.next_done() == SMALL[0]
-    assert compiler.is_on_disk(SMALL[0])
-
-
 def test_each_kernel_has_a_line(started, capfd):
     module.compile_all(SMALL, 1, True)
     lines = capfd.readouterr().err.splitlines()
