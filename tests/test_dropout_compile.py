@@ -12,7 +12,6 @@ from test_backward_compile import check_resources as check_backward_resources
 from test_backward_compile import check_wgmma as check_backward_wgmma
 from test_backward_compile import loops
 from test_compile import (
-    DOCUMENTS,
     MODIFIERS,
     check_overlap,
     check_resources,
@@ -100,8 +99,6 @@ def test_what_a_score_costs_in_the_forward_kernel():
 
 def backward_cases():
     """Yield test parameters, a kernel each; those whose costs are counted are not among them."""
-    spec = dropped(modified(128, "causal", function=DOCUMENTS))
-    yield "d128-mask", Backward(spec, choose_backward_config(spec), Dynamic)
     spec = dropped(spec_of(64, "causal"))
     yield "d64-packed", BackwardKernels(spec, False, False, True, True, True).entry.main
     spec = dropped(spec_of(256, "causal"))
