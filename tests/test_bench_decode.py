@@ -44,17 +44,6 @@ def test_bytes_are_those_that_the_lengths_name():
     assert cell_of(2).pairs == (2 * (512 + 130 + 300) - 3) / 3
 
 
-@pytest.mark.parametrize("page_size", caches.PAGE_SIZES)
-def test_pages_hold_the_cache(page_size):
-    tensors = draw(SMALL[0])
-    k, v, table = caches.in_pages(tensors, page_size)
-    assert table.shape == (3, 512 // page_size) and table.dtype == torch.int32
-    assert not torch.equal(table.flatten(), torch.arange(table.numel()))
-    for pages, cache in ((k, tensors.k), (v, tensors.v)):
-        assert pages.shape[1] == page_size
-        assert torch.equal(pages[table.long()].flatten(1, 2), cache)
-
-
 @pytest.mark.parametrize("cell", SMALL, ids=["skewed", "queries", "full"])
 @pytest.mark.parametrize("one", [*OURS, *PAGED[::3]], ids=lambda one: one.name)
 def test_ours_pass_the_check(one, cell):

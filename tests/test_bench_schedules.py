@@ -88,26 +88,6 @@ def test_plans_compute_the_cell_they_are_made_for(cell):
         reference.check(call())
 
 
-def test_a_row_s_plan_is_read_back():
-    cell = CELLS[0]
-    problem = plans.problem_of(cell)
-    for plan in plans.all_plans(problem, H200).values():
-        row = plan_row(cell, plan, 1.0)
-        assert plans.config_of(row) == plan.config
-        assert plans.cell_of(row) == cell
-        assert plans.recorded_config(replace(row, choice=plan.name)) == (
-            plan.config,
-            plan.schedule.name,
-        )
-    unnamed = replace(row, choice="")
-    online_max = replace(choose_config(problem, H200), fixed_reference=False)
-    assert plans.recorded_config(unnamed) == (online_max, "static")
-    earlier = replace(row, choice="static 192x128")
-    assert not plans.recorded_config(earlier)[0].fixed_reference
-    with pytest.raises(ValueError, match="no plan of the present table"):
-        plans.recorded_config(replace(row, choice="list 64x16"))
-
-
 # --------------------------------------------------------------------------------- the fit
 
 

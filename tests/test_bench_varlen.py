@@ -33,27 +33,6 @@ def test_operations_are_those_of_the_sequences():
     assert CHUNKS.pairs * CHUNKS.batch == seen - 40 * 41 / 2 + 40 * 40 / 2
 
 
-def test_caches_and_pages_hold_the_keys():
-    tensors = draw(CHUNKS)
-    cache = packed.in_caches(CHUNKS, tensors.k)
-    assert cache.shape == (4, 150, 2, 128)
-    for page_size in packed.PAGE_SIZES:
-        k, v, table = packed.in_pages(CHUNKS, tensors, page_size)
-        assert (
-            k.shape
-            == v.shape
-            == (sum(-(-n // page_size) for n in (40, 100, 150, 17)), page_size, 2, 128)
-        )
-        assert not torch.equal(table[2], table[2].sort().values)
-        begin = 0
-        for i, length in enumerate(CHUNKS.lengths_k):
-            rows = slice(begin, begin + length)
-            begin += length
-            for pages, of_all in ((k, tensors.k), (v, tensors.v)):
-                assert torch.equal(pages[table[i].long()].flatten(0, 1)[:length], of_all[rows])
-            assert torch.equal(cache[i, :length], tensors.k[rows]) and not cache[i, length:].any()
-
-
 def test_the_check_finds_wrong_lengths_masks_and_holes():
     tensors = draw(RAGGED)
     reference = PackedReference(RAGGED, tensors)

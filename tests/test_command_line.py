@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +18,12 @@ from fa3.calls.forward import prepare_forward
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.calls.varlen import prepare_varlen
-from fa3.planning.gpu import GPUS, H200
+from fa3.planning.gpu import GPUS
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import PackedSizes, kernels_of_packed
-from fa3.planning.tilings import choose_config
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
-from fa3.scores.masks import Sequence
 from fa3.tools import cubin
 from fa3.tools.arguments import DEFAULT_SHAPE, GPU_NAMES, make_parser
 from fa3.tools.plan_command import problem_of
@@ -57,20 +54,6 @@ def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
         assert span.start == pytest.approx(free_at[span.lane])
         free_at[span.lane] = span.end
     assert free_at == pytest.approx(timeline.busy)
-
-
-def test_timeline_counts_the_mask_s_blocks():
-    asked = problem("--shape", "2,1000,3000,6,2,64", "--causal")
-    plan = plan_forward(asked)
-    config = choose_config(asked, H200)
-    sequence = Sequence(asked.seqlen_q, asked.seqlen_k, asked.window)
-    ranges = [
-        asked.spec.mask.key_blocks(row, config.tile_m, config.tile_n, sequence)
-        for row in range(0, asked.seqlen_q, config.tile_m)
-    ]
-    timeline = plan.simulate()
-    assert timeline.blocks == 12 * sum(r.end - r.begin for r in ranges)
-    assert timeline.full_blocks == 12 * sum(r.full_end - r.full_begin for r in ranges)
 
 
 def test_plan_is_printed_and_drawn(tmp_path, capsys):
@@ -202,24 +185,6 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     assert found["rule"] == route.reason
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kernels", "merges"),
-    [
-        (("cache", "8,1,8192,32,8,128"), "merged inside,", "The decode kernel"),
-        (("cache", "8,1,8192,32,8,128", "--append"), "inside or by combine,", "The decode kernel"),
-        (("cache", "8,512,8192,32,8,128"), "inside or by combine,", "Combine"),
-        (("packed", "8,1,8192,32,8,128"), "inside or by combine,", "The decode kernel"),
-        (("packed", "1,64,32768,8,1,128"), "inside or by combine,", "Combine"),
-    ],
-)
-def test_a_plan_says_what_merges_parts(arguments, kernels, merges, capsys):
-    call, shape, *options = arguments
-    main(["plan", "--call", call, "--shape", shape, "--causal", "--gpu", "H200", *options])
-    printed = capsys.readouterr().out
-    assert kernels in printed and f"{merges} merges the parts of split tiles." in printed
-    assert ("\n         combine, " in printed) == (merges == "Combine")
-
-
 def test_a_backward_plan_says_what_it_takes(capsys):
     shape = "--shape", "2,1000,900,8,2,192", "--head-dim-v", "128"
     found = facts(capsys, "--call", "backward", *shape)
@@ -326,9 +291,6 @@ def test_the_program_has_one_name_and_a_version():
     assert done.stdout == f"fa3 {fa3.__version__}\n"
 
 
-ROOT = Path(fa3.__file__).parents[1]
-
-
 @pytest.mark.compiles
 def test_the_demo_needs_no_extras(tmp_path, monkeypatch, capsys):
     def absent() -> Path:
@@ -344,21 +306,3 @@ def test_the_demo_needs_no_extras(tmp_path, monkeypatch, capsys):
     assert "Not drawn: drawing needs matplotlib" in printed
     assert "384 threads" in printed and "fa3 " in printed.split("Is it right?")[1]
     assert "No kernel ran on a GPU" in printed and not any(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_names_the_python_that_is_needed_before_it_installs(tmp_path):
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "pyproject.toml").touch()
-    older = tmp_path / "older-python"
-    program = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])"
-    older.write_text(
-        f"#!/bin/sh\n[ $1 = -c ] || exit 3\nexec {sys.executable} -c '{program}' \"$2\"\n"
-    )
-    older.chmod(0o755)
-    done = subprocess.run(
-        ["make", "--no-print-directory", "demo", f"PYTHON={older}"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert f"fa3 needs Python 3.10 or newer, but {older} is 3.9." in done.stderr
-    assert done.returncode != 0 and not done.stdout and not (tmp_path / ".venv").exists()

@@ -175,33 +175,6 @@ def test_a_plan_knows_whether_there_is_dropout():
     assert "dropout" in str(plan_forward(replace(problem, spec=spec)).explain())
 
 
-def test_checkpoints_draw_it_again():
-    q, k, v = leaves()
-    d_out = torch.randn(2, 70, 2, 32).bfloat16()
-
-    def run(q, k, v):
-        return fa3.flash_attn_func(q, k, v, dropout_p=0.4)
-
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
-    torch.manual_seed(3)
-    out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
-    torch.manual_seed(4)
-    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), d_out), expected))
-
-
-def test_a_packed_sequence_has_the_mask_of_its_number():
-    q, k, v = (x.detach() for x in leaves())
-    ends = (
-        torch.tensor([0, 70, 140], dtype=torch.int32),
-        torch.tensor([0, 90, 180], dtype=torch.int32),
-    )
-    found = fa3.flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), *ends, 70, 90, **DROPPED
-    )
-    assert torch.equal(found.unflatten(0, (2, 70)), fa3.flash_attn_func(q, k, v, **DROPPED))
-
-
 def test_graphs():
     """A graph draws its seed; and another one when it runs again."""
     q, k, v = (x.detach() for x in leaves())

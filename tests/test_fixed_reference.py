@@ -20,10 +20,8 @@ from fa3.calls.forward import PreparedCall
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
-from fa3.planning.costs import Costs
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
-from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
 from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
@@ -124,21 +122,6 @@ def test_both_launches_number_tiles_alike(cluster):
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():
     assert max(REGISTERS) * ROWS // ROWS_OF_WARP <= MOST_WARPS
-
-
-def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
-    rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1, part_us=2, fixed=0.9)
-    online_max = TileKey(128, 128, True, 128, 128, 1)
-    fixed, other = (
-        online_max._replace(online_max=False),
-        online_max._replace(online_max=False, tile_n=64),
-    )
-    costs = H200.costs
-    costs = Costs(
-        **vars(costs) | {"rule": rule, "tiles": {online_max: TileCosts(1.0, 2.0, 3.0, 1.1, 2.0)}}
-    )
-    assert costs.tile(fixed) == TileCosts(0.9, 1.8, 3.0, 1.1, 2.0)
-    assert costs.tile(other).full_us == pytest.approx(0.9 * rule.tile(online_max).full_us / 2)
 
 
 def test_the_plan_says_so():

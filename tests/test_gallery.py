@@ -48,25 +48,6 @@ def test_masks_are_what_the_text_says(after):
     assert torch.equal(documents, sizes.bool())
 
 
-def test_alibi_adds_the_bias_that_is_drawn(after):
-    """The ratio of a weight to the weight of the row's own key is exp(-slope * distance)."""
-    out = after["ALiBi"]["out"][0].float()
-    distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
-    for head, slope in enumerate(after["ALiBi"]["slopes"].tolist()):
-        ratio = out[:, head] / out[:, head].diagonal()[:, None]
-        expected = torch.exp(-slope * distance).tril()
-        torch.testing.assert_close(ratio, expected, rtol=2**-6, atol=0)
-
-
-def test_sinks_take_their_share(after):
-    names = after["Sinks"]
-    of_sink = (names["sinks"][:, None] - names["lse"][0]).exp()
-    weights = names["out"][0].float().sum(dim=-1).T
-    torch.testing.assert_close(weights + of_sink, torch.ones(8, SEQLEN), rtol=2**-7, atol=0)
-    expected = 1 / torch.arange(2.0, SEQLEN + 2).expand(8, SEQLEN)
-    torch.testing.assert_close(of_sink, expected, rtol=1e-5, atol=0)
-
-
 @pytest.mark.gpu
 def test_the_page_runs_on_the_gpu(device):
     with torch.device(device):

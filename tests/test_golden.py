@@ -1,8 +1,5 @@
 """Launches are those of the golden file, and what golden files do."""
 
-import json
-from types import SimpleNamespace
-
 import golden
 import pytest
 from drawn_calls import KINDS, entry_of
@@ -38,18 +35,6 @@ def test_only_offsets_in_constant_banks_do_not_count():
     assert figures(report("STL [R1], R2", "LDL R3, [R1]"))["spills"] == 2
 
 
-def test_a_failure_names_what_has_changed():
-    old = {"kernel 1": {"sass": "a", "registers": 128}, "1": {"launches": [{"k": "k"}, {"n": 3}]}}
-    new = {"kernel 1": {"sass": "b", "registers": 128}, "1": {"launches": [{"k": "v"}, {"n": 3}]}}
-    assert golden.differences(old, old) == []
-    assert golden.differences(old, new) == ["kernel 1, sass: a -> b", "1, launches, 1, k: k -> v"]
-    new = {"1": {"launches": [{"k": "k"}]}}
-    assert [line.partition(":")[0] for line in golden.differences(old, new)] == [
-        "kernel 1",
-        "1, launches",
-    ]
-
-
 def test_an_update_keeps_what_was_not_run_and_drops_what_is_gone():
     run, deselected, gone, elsewhere, removed = (
         "tests/test_golden.py::run",
@@ -67,18 +52,3 @@ def test_an_update_keeps_what_was_not_run_and_drops_what_is_gone():
     assert golden.updated(old, found, set()).keys() == kept.keys() | {gone}
     newer = found | {golden.VERSIONS: {"dsl": "2"}}
     assert golden.updated(old, newer, {run, deselected}) == newer
-
-
-def test_what_workers_find_is_written(monkeypatch, tmp_path):
-    """Whatever worker it comes from; the file reads as it was written."""
-    monkeypatch.setattr(golden, "FOLDER", tmp_path)
-    monkeypatch.setattr(golden, "FOUND", golden.defaultdict(dict))
-    monkeypatch.setattr(golden, "COLLECTED", set())
-    for test in "ab":
-        sent = json.dumps([{golden.LAUNCHES: {test: {"1": {"launches": []}}}}, ["a", "b"]])
-        golden.pytest_testnodedown(SimpleNamespace(workeroutput={"golden": sent}))
-    golden.pytest_testnodedown(SimpleNamespace())  # one that has crashed
-    option = SimpleNamespace(update_golden=True)
-    config = SimpleNamespace(option=option, args=["tests"])
-    golden.pytest_sessionfinish(SimpleNamespace(config=config))
-    assert golden.read(golden.LAUNCHES) == {test: {"1": {"launches": []}} for test in "ab"}

@@ -92,18 +92,6 @@ def test_random_calls(seed, dtype, family, lengths, where):
     check(random_problem(seed, dtype, family, lengths), where, seed, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_splits": 1}, {"num_splits": 3}, {"num_splits": 1 << 40}]
-    + [{"sm_margin": n} for n in (1, 100, 131)],
-    ids=str,
-)
-@pytest.mark.parametrize("seqlen_q", [1, 40])
-def test_the_cut_changes_rounding_only(options, seqlen_q, where):
-    problem = CacheProblem((700, 3, 0, 299), seqlen_q, heads_kv=2, group=4, causal=True)
-    check(problem, where, **options)
-
-
 CUT = [
     *(
         CacheProblem(seqlens, heads_kv=2, group=4, causal=True, head_dim=128)
@@ -158,19 +146,6 @@ LARGE = [
 )
 def test_every_cut(problem, mode, where):
     check(problem, where, **MODES[mode])
-
-
-@pairs(
-    # Several tiles of rows: those of the middle see other key blocks than the first and the last.
-    {"seqlen_q": 40, "window": (-1, 0), "mode": "stream"},
-    {"seqlen_q": 40, "window": (100, 3), "mode": "splits"},
-    seqlen_q=(3, 8, 17, 40),
-    window=((-1, -1), (-1, 0), (100, 3), (70, -1)),
-    mode=tuple(MODES),
-)
-def test_several_queries(seqlen_q, window, mode, where):
-    problem = CacheProblem((300, 1, 64, seqlen_q), seqlen_q, heads_kv=2, group=4, window=window)
-    check(replace(problem, head_dim=128), where, **MODES[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -268,17 +243,6 @@ def test_a_cache_without_pages_or_rows(problem, empty, where):
     out, lse, _ = run(unread(call | {name: call[name][:0] for name in empty}))
     sinks = call.get("sinks", torch.tensor([-math.inf], device=where))
     assert (out == 0).all() and (lse == sinks[:, None]).all()
-
-
-def test_returns():
-    call = make_call(CacheProblem((30, 9), group=4, head_dim_v=96))
-    out = flash_attn_with_kvcache(**call)
-    assert isinstance(out, torch.Tensor) and out.is_contiguous() and out.shape == (2, 1, 4, 96)
-    same, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
-    assert torch.equal(out, same) and lse.shape == (2, 4, 1) and lse.dtype == torch.float32
-    given = torch.full_like(out, torch.nan)
-    assert flash_attn_with_kvcache(**call, out=given) is given
-    assert torch.equal(given, out)
 
 
 def test_arguments_that_go_by_two_names():

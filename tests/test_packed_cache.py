@@ -21,7 +21,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.sequences import PackedQueries
-from fa3.schedules.stream_k import BY_CTA, FixedSplit, NoSplit, StreamK
+from fa3.schedules.stream_k import StreamK
 from fa3.scores.masks import Band
 
 FAMILIES = 10
@@ -164,22 +164,6 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
     assert plan.clears_records
     # Elsewhere every record has a CTA that writes it.
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
-
-
-@pytest.mark.parametrize(
-    "cut", [StreamK(7, BY_CTA), FixedSplit(3, 2, 5, 4 * 6), NoSplit()], ids=str
-)
-def test_a_sequence_without_rows_is_one_block_of_one_tile(cut):
-    blocks, of_rows, heads = [(2, 9), (0, 1), (0, 1), (0, 30)], [2, 0, 0, 3], 2
-    found = [segment for _, segment in segments(cut, blocks, 3, heads, 7, of_rows=of_rows)]
-    for batch, count in enumerate(of_rows):
-        tiles = {one.tile[:2] for one in found if one.tile.batch == batch}
-        expected = {(m, head) for m in range(count) for head in range(heads)}
-        assert tiles == (expected or {(0, 0)})
-    empty = [one for one in found if not of_rows[one.tile.batch]]
-    assert [(one.tile, one.begin, one.end, one.part.num_parts) for one in empty] == [
-        ((0, 0, batch), 0, 1, 1) for batch in (1, 2)
-    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)

@@ -1,7 +1,7 @@
 """`flash_attn_varlen_func` on pages with scores and masks of the user's, and with `seqused_q`."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import decode, packed_calls
+from fa3.calls import packed_calls
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.problem import NO_BOUND
 
@@ -107,32 +107,6 @@ def test_calls_of_the_decode_kernel_alone(functions, options, where, monkeypatch
     problem = VarlenProblem((60, 3, 0), (300, 130, 40), (60, 2, 0), recipe=recipe, causal=True)
     check(problem, 16, where, **options)
     assert not launched
-
-
-def test_which_kernels_attend(where, monkeypatch):
-    """Functions of the user's change nothing about it."""
-    attending = []
-
-    def watch(kind: type, name: str) -> None:
-        function = getattr(kind, name)
-
-        def run(self, *given, **named):
-            attending.append(kind.__name__)
-            return function(self, *given, **named)
-
-        monkeypatch.setattr(kind, name, run)
-
-    watch(decode.PreparedDecode, "start")
-    watch(packed_calls.PackedCall, "attend")
-    watch(packed_calls.PreparedVarlen, "launch")
-    found = []
-    for functions in ({}, FUNCTIONS[2]):
-        check(replace(STEP, recipe=Recipe(**functions)), 16, where)
-        found.append(list(attending))
-        attending.clear()
-    assert found[0] == found[1]
-    on_gpu = ["PackedCall", "PreparedVarlen", "PreparedDecode"]
-    assert found[0] == (["PackedCall", "PreparedDecode"] if where == "cpu" else on_gpu)
 
 
 @pairs(page_size=[16, 64, 128], functions=[{}, {"score": "relative", "mask": "documents"}])
@@ -263,24 +237,6 @@ def test_complaints_are_told_while_a_graph_is_traced(paged):
     run = torch.compile(fa3.flash_attn_varlen_func, fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match="cu_seqlens_q must be None while a graph is traced"):
         run(**paged)
-
-
-@dataclass(frozen=True)
-class Complaining(fa3.Mask):
-    """A user's mask that fails in words like ours."""
-
-    reach: int = 0
-
-    def visible(self, at):
-        return at.key >= self.reach
-
-    def reference(self, at):
-        raise KeyError("k_cache")
-
-
-def test_what_a_function_complains_of_is_in_its_own_words(paged):
-    with pytest.raises(ValueError, match="KeyError: 'k_cache'"):
-        fa3.flash_attn_varlen_func(**paged | {"mask": Complaining()})
 
 
 def test_one_split_is_one_split():

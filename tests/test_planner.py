@@ -17,7 +17,7 @@ from fa3.planning.gpu import H100, H200
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import choose, plan_dense, plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
-from fa3.primitives.shared_memory import CAPACITY, padded
+from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import (
     SCHEDULES,
@@ -80,17 +80,6 @@ def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
         config.validate(problem.spec)
         assert config in table
         assert config.smem_bytes(problem.spec) <= CAPACITY
-
-
-def test_heads_of_equal_padded_size_share_a_config():
-    """Columns are padded to 32 in shared memory, so 72 and 96 cost the same."""
-    for head_dim, head_dim_v in product(HEAD_DIMS, HEAD_DIMS):
-        sizes = (head_dim, head_dim_v), (padded(head_dim), padded(head_dim_v))
-        configs = {
-            choose_config(make_problem(seqlen_q=2048, head_dim=d, head_dim_v=d_v), H200)
-            for d, d_v in sizes
-        }
-        assert len(configs) == 1, sizes
 
 
 def test_clusters_count_as_one_each_and_ctas_in_the_grid():

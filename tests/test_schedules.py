@@ -31,7 +31,6 @@ from fa3.running import counters
 from fa3.running.counters import FEWEST
 from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, TileOrder, walk
 from fa3.schedules.order import KernelOrder
-from fa3.scores.masks import Sequence
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
 
@@ -129,30 +128,6 @@ def test_a_balanced_list_ends_within_one_tile(schedule, durations):
     ends = [sum(durations[tile.m_block] for tile in share) for share in shares(balanced)]
     longest = max(durations[: order.num_m_blocks], default=0)
     assert max(ends, default=0) - min(ends, default=0) <= longest
-
-
-def key_blocks_per_cluster(plan) -> list[int]:
-    """Count the key blocks that each cluster walks."""
-    problem, config = plan.problem, plan.config
-    sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-    rows = config.tile_m * config.cluster_m
-
-    def cost(tile: Tile) -> int:
-        blocks = problem.spec.mask.key_blocks(tile.m_block * rows, rows, config.tile_n, sequence)
-        return blocks.end - blocks.begin
-
-    return [sum(cost(tile) for tile in share) for share in shares(plan.schedule)]
-
-
-@pytest.mark.parametrize(
-    ("batch", "seqlen", "heads", "head_dim"),
-    [(4, 4096, 16, 128), (2, 8192, 16, 128), (1, 16384, 16, 128), (4, 4096, 32, 64)],
-)
-def test_causal_work_is_balanced(batch, seqlen, heads, head_dim):
-    problem = make_problem(batch, seqlen, seqlen, heads, head_dim=head_dim, window=Window(right=0))
-    work = key_blocks_per_cluster(plan_forward(problem))
-    mean = sum(work) / len(work)
-    assert max(work) <= 1.06 * mean
 
 
 # ---------------------------------------------------------------------------- an order of one's own

@@ -46,8 +46,6 @@ from fa3.schedules.segment import PackedPart
 from fa3.schedules.split import FIELDS, RaggedSegments
 from fa3.schedules.stretches import (
     BLOCKS_OF_TILE,
-    LEAST_BLOCKS,
-    LEAST_GAIN,
     SHORTEST_PART,
     SHORTEST_STRETCH,
     Stretches,
@@ -122,24 +120,6 @@ def test_every_block_of_every_tile_is_in_one_segment(seed):
     for column in columns:
         assert [one[0] for one in column] == sorted({one[0] for one in column})
         assert len(column) < segment_rows(len(blocks))
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_no_cta_has_more_than_its_stretch(seed):
-    blocks = drawn_blocks(seed, most=132)
-    _, stretches = cut_tiles(blocks, 132)
-    of_ctas = [
-        sum(end - first + BLOCKS_OF_TILE for _, first, end, _ in column)
-        for column in columns_of(blocks, 132)
-    ]
-    most = max(of_ctas)
-    if stretches.are_cut:
-        # Both ends may move, and another segment begins.
-        assert most <= stretches.length + 2 * SHORTEST_PART + BLOCKS_OF_TILE
-    else:
-        longest = max((count for _, count in blocks), default=0)
-        least = max(stretches.length // LEAST_GAIN, LEAST_BLOCKS)
-        assert most <= longest + BLOCKS_OF_TILE and longest < stretches.length + least
 
 
 def test_chunks_are_cut_for_all_ctas():

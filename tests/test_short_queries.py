@@ -1,7 +1,6 @@
 """Packed sequences with few queries beside others: which kernel has which, and what comes of it."""
 
 import random
-import threading
 from dataclasses import replace
 
 import pytest
@@ -266,24 +265,6 @@ def test_where_the_decode_kernel_has_all_sequences(case):
     assert routes.queries_if_keys_are_split(signature, of_call) == expected
 
 
-def test_bounds_are_all_that_counts():
-    """Calls of all lengths within some bounds have one plan, with room for all of their queries."""
-    draw = random.Random(0)
-    for _ in range(3000):
-        ratio, heads_kv, batch = draw.choice((1, 4, 8)), draw.randint(1, 20), draw.randint(1, 20)
-        heads, total_q = ratio * heads_kv, draw.randint(1, 9000)
-        signature = signature_of(heads, heads_kv)
-        found = {
-            routes.queries_if_keys_are_split(
-                signature, PackedSizes(batch, heads, total_q, 1 << 16, longest_q, 1 << 16)
-            )
-            for longest_q in (1, -(-total_q // batch), total_q)
-        }
-        (most,) = found
-        assert (most > 0) == ((total_q // 128 + batch) * heads <= 66)
-        assert not most or total_q < most
-
-
 def test_no_number_of_queries_changes_what_is_compiled():
     for overlaps_forward in (False, True):
         signature = signature_of()
@@ -332,28 +313,6 @@ def test_a_graph_serves_other_lengths(device):
     )  # fmt: skip
     problems = [VarlenProblem(*of, heads_kv=2, group=4, causal=True) for of in lengths]
     check_graph(problems, device, max_seqlen_q=300, max_seqlen_k=5600)
-
-
-def test_threads_share_a_stream(device):
-    problem = VarlenProblem(
-        (*(1,) * 60, 300), (*range(0, 6000, 100), 900), heads_kv=2, group=4, causal=True
-    )
-    calls = [make_call(problem, seed, device) for seed in range(4)]
-    expected = [fa3.flash_attn_varlen_func(**call) for call in calls]
-    wrong = []
-
-    def repeat(call: dict, same: torch.Tensor) -> None:
-        results = [fa3.flash_attn_varlen_func(**call) for _ in range(50)]
-        wrong.extend(result for result in results if not torch.equal(result, same))
-
-    threads = [
-        threading.Thread(target=repeat, args=given) for given in zip(calls, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 @pytest.mark.usefixtures("with_few_keys")

@@ -13,7 +13,6 @@ from pairs import pairs
 from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
@@ -23,7 +22,6 @@ from fa3.schedules.ragged import (
     NUM_RECORDS,
     RECORD,
     TABLE_HEADER,
-    RaggedOrder,
     TileRecord,
 )
 from fa3.scores.masks import Band
@@ -104,43 +102,6 @@ def test_all_amounts_of_work_are_told_apart_as_far_as_there_is_room(seqlen):
     shift, blocks = shift_of_work(seqlen, 128), -(-seqlen // 128)
     assert blocks >> shift < AMOUNTS
     assert shift == 0 or blocks >> (shift - 1) >= AMOUNTS
-
-
-@pytest.mark.parametrize("heads_of_key", [1, 3])
-@pytest.mark.parametrize("rows_of_section", [1, 1000, 2500, 10**6])
-@pytest.mark.parametrize("seqlen_k", [0, 1, 1000])
-def test_a_sequence_has_every_tile_once_and_heads_whose_keys_fit_beside_each_other(
-    seqlen_k, rows_of_section, heads_of_key
-):
-    heads, num_m_blocks = 6, 5
-    order = RaggedOrder.of(None, PlainDivisor(heads), heads_of_key, rows_of_section)
-    tiles = [order.place(i, num_m_blocks, seqlen_k) for i in range(heads * num_m_blocks)]
-    assert sorted(tiles) == [(head, m) for head in range(heads) for m in range(num_m_blocks)]
-    of_section = min(heads, max(1, rows_of_section // max(1, seqlen_k)) * heads_of_key)
-    # The first section has what is left over.
-    sections = [-((heads - 1 - head) // of_section) for head, _ in tiles]
-    assert sections == sorted(sections)
-    for section in set(sections):
-        of_this = [
-            m_block for _, m_block in itertools.compress(tiles, map(section.__eq__, sections))
-        ]
-        assert of_this == sorted(of_this, reverse=True)
-
-
-@pytest.mark.parametrize("heads_of_key", [1, 3])
-@pytest.mark.parametrize("rows_of_section", [1, 2000, 2001, 6000])
-@pytest.mark.parametrize("seqlen_k", [0, 1, 1000, 1001])
-def test_heads_whose_keys_all_fit_lie_as_their_records_do(seqlen_k, rows_of_section, heads_of_key):
-    """Then the kernel divides nothing."""
-    heads, num_m_blocks = 6, 5
-    order = RaggedOrder.of(None, PlainDivisor(heads), heads_of_key, rows_of_section)
-    found = [
-        order.in_sections(number * heads + head, number, TileRecord(left, 0, 0, 0, 0, seqlen_k, 5))
-        for number, left in enumerate(reversed(range(num_m_blocks)))
-        for head in range(heads)
-    ]
-    varlen_view = [(head, left) for left in reversed(range(num_m_blocks)) for head in range(heads)]
-    assert (found == varlen_view) == (max(seqlen_k, 1) <= order.rows_at_once)
 
 
 TILE_M, TILE_N, NUM_CTAS = 128, 96, 132

@@ -143,21 +143,6 @@ def test_dropout(stock):
     assert not stock.called
 
 
-def test_dropout_of_packed_sequences(stock):
-    call = torch.ops.aten._flash_attention_forward
-    made = torch.randn(3, 50, 4, 64, dtype=torch.bfloat16)
-    inputs = [x.requires_grad_() for x in made]
-    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
-    out, _, words, _, _ = call(*inputs, ends, ends, 30, 30, 0.3, True, False)
-    dropout = {"dropout_p": 0.3, "rng_state": words[:1]}
-    expected = fa3.flash_attn_varlen_func(*inputs, ends, ends, 30, 30, causal=True, **dropout)
-    assert torch.equal(out, expected)
-    d_out = torch.randn_like(out)
-    found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
-    assert all(map(torch.equal, found, wanted))
-    assert not stock.called
-
-
 def test_what_torch_drew_is_differentiated_by_its_kernel(stock):
     call = torch.ops.aten._scaled_dot_product_flash_attention_backward
     q, k, v = heads_first()

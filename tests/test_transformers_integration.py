@@ -379,27 +379,6 @@ def test_dropout(family, device_type, side, monkeypatch):
     check_logits(model, lambda: model(ids, attention_mask=mask).logits[seen])
 
 
-def test_dropout_of_packed_sequences(monkeypatch):
-    model, ids = with_dropout(make_model("llama"), 0.25), tokens(1, 40)
-    given = []
-
-    def attend(*arguments, **options):
-        given.append(options["dropout_p"])
-        return fa3.flash_attn_varlen_func(*arguments, **options)
-
-    monkeypatch.setattr(integration, "flash_attn_varlen_func", attend)
-    ends = torch.tensor([0, 13, 40], dtype=torch.int32)
-    model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=27, max_length_k=27)
-    assert given == [0.25, 0.25]
-
-
-def test_a_single_query_with_dropout():
-    model, ids = with_dropout(make_model("llama"), 0.5), tokens(3, 1)
-    with torch.no_grad():
-        found = [model(ids).logits for _ in range(5)]
-    assert any(not torch.equal(one, found[0]) for one in found)
-
-
 def test_what_is_refused():
     model, ids = make_model("llama"), tokens(1, 8)
     with_dropout(model, 0.1)

@@ -265,18 +265,6 @@ def test_a_file_that_is_not_whole_is_ignored_and_written_anew(spoil, compiler, m
     assert plan_call(SHORT, H200).name == "packed"
 
 
-def test_plans_of_another_version_do_not_count(compiler, folder, monkeypatch):
-    tuned_to(SHORT, "packed")
-    before = list(folder.glob("*.plans"))
-    with monkeypatch.context() as patch:
-        patch.setattr(tuned_plans, "SOURCES", {"kernels/forward.py": (0, "edited")})
-        next_process(patch)
-        assert plan_call(SHORT, H200) == plan_dense(SHORT, H200)
-        tuned_to(SHORT, "none")
-    assert len(list(folder.glob("*.plans"))) == 2 > len(before)
-    assert plan_call(SHORT, H200).name == "packed"
-
-
 def test_threads_that_tune_lose_no_plan(compiler, monkeypatch):
     problems = [replace(SHORT, batch=batch) for batch in range(1, 17)]
     with ThreadPoolExecutor(8) as pool:
@@ -328,20 +316,6 @@ def test_the_command_tunes_its_shapes(compiler, monkeypatch, capsys):
     assert capsys.readouterr().out == "the planner chooses all plans for a NVIDIA H200\n"
     next_process(monkeypatch)
     assert info.describe_tuned(H200.name) == "no shape"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "one of the arguments --shapes --forget is required"),
-        (("--shapes", "1,2,3"), "six positive integers B,SQ,SK,HQ,HKV,D, got '1,2,3'"),
-        (("--shapes", "1,2,3,4,1,64", "--forget"), "--forget: not allowed with"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", *arguments])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------- stopwatch

@@ -5,10 +5,7 @@ import gc
 import itertools
 import pickle
 import random
-import resource
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -247,44 +244,6 @@ def test_arguments_by_position():
         USED, softmax_scale=0.3, causal=True, window=(20, 0), recipe=Recipe(softcap=5.0)
     )
     check_varlen(problem, call | {"softcap": 5.0}, out, lse)
-
-
-def host_memory() -> tuple[int, int]:
-    """Blocks that Python holds, and bytes that all of the process has in memory."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return sys.getallocatedblocks(), pages * resource.getpagesize()
-
-
-def check_host_memory(first: tuple[int, int], last: tuple[int, int], calls: int) -> None:
-    """Assert that calls left nothing: less than a block in 10 calls, and 64 bytes in each."""
-    blocks, size = (after - before for before, after in zip(first, last, strict=True))
-    assert blocks < calls // 10
-    assert size < 64 * calls
-
-
-@pytest.mark.gpu
-def test_calls_of_ever_new_lengths_keep_no_memory_on_a_gpu(device):
-    """100,000 calls: neither memory of the GPU nor of the host."""
-    draw = random.Random(0)
-    q = torch.zeros(4096, 2, 64, dtype=torch.bfloat16, device=device)
-    cuts = [torch.randint(0, 4096, (40,), device=device).sort()[0].int() for _ in range(50)]
-    for cut in cuts:
-        cut[0] = 0
-
-    def sweep() -> tuple[int, tuple[int, int]]:
-        for _ in range(20_000):
-            batch = draw.randint(1, 39)
-            cut, total = draw.choice(cuts)[: batch + 1], draw.randint(1, 4096)
-            rows = q[:total]
-            longest = draw.randint(1, 4096)
-            flash_attn_varlen_func(rows, rows, rows, cut, cut, longest, longest, causal=True)
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), host_memory()
-
-    (first, first_on_host), *_, (last, last_on_host) = (sweep() for _ in range(5))
-    assert last - first < 1 << 20
-    check_host_memory(first_on_host, last_on_host, calls=80_000)
 
 
 SIZES = 64, 128, 256

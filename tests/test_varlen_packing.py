@@ -28,7 +28,7 @@ import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.calls import packed_calls
 from fa3.planning.gpu import H200
-from fa3.planning.ragged import RaggedPlan, words_of_table
+from fa3.planning.ragged import RaggedPlan
 from fa3.planning.routes import (
     MOST_SHARED_TILE_KEYS,
     PACKED,
@@ -41,12 +41,7 @@ from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
 from fa3.reference import joined
-from fa3.reference.joined import record_of_tile, records_of_rows
-from fa3.reference.varlen import PackedLengths
-from fa3.running.compiler import load_kernel
-from fa3.schedules.joined import MultiSequenceRecord
-from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
-from fa3.scores.intervals import ROW_RECORD, RowRecord
+from fa3.schedules.ragged import RaggedOrder
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -299,48 +294,3 @@ def test_wrong_lengths_touch_nothing_outside(ends, device, walks):
     call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
     call["v"][::7] = torch.nan
     check_wrong_ends(call, ends)
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)])
-@pytest.mark.parametrize("has_used", [False, True])
-def test_the_tables_are_those_of_the_reference(has_used, window, device):
-    draw, window = random.Random(0), Window(*window)
-    seqlens_q, seqlens_k = ([draw.randint(0, 30) for _ in range(700)] for _ in range(2))
-    problem = VarlenProblem(tuple(seqlens_q), tuple(seqlens_k), spare=90)
-    if has_used:
-        used = [tuple(draw.randint(-1, 40) for _ in range(700)) for _ in range(2)]
-        problem = replace(problem, used_q=used[0], used_k=used[1])
-    spec = AttentionSpec("bfloat16", 128, 128, Band.of(window))
-    plan = RaggedPlan(spec, has_used, has_used, H200)
-    call = make_call(problem, 0, device)
-    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    lengths = PackedLengths(*(call.get(name) for name in names))
-    (total_q, total_k), batch = map(len, (call["q"], call["k"])), lengths.batch
-    num_tiles = plan.num_shared_tiles(total_q)
-
-    def memory(*shape: int) -> torch.Tensor:
-        return torch.full(shape, -7, dtype=torch.int32, device=device)
-
-    rows = memory(num_tiles * plan.shared_config.tile_m, ROW_RECORD)
-    tiles, table = memory(words_of_table(num_tiles)), memory(words_of_table(batch))
-    load_kernel(plan.shared_launches(window)[0].kernel)(
-        *lengths, rows, tiles, table, total_q, total_k, num_tiles, *window
-    )
-    on_host = PackedLengths(*(x if x is None else x.cpu() for x in lengths))
-    expected = records_of_rows(plan, on_host, window, total_q)
-    found = [RowRecord(*words) for words in rows.tolist()]
-    # Of a row that is not used nobody reads its place, nor where the keys are that it does not see.
-    assert [row for row in found if row.is_used] == [row for row in expected if row.is_used]
-    assert [row.is_used for row in found] == [row.is_used for row in expected]
-    assert all(row.is_used or row.first_key == row.end_key for row in found)
-    header = tiles[:TABLE_HEADER].tolist()
-    assert header == [num_tiles if i == NUM_RECORDS else 0 for i in range(TABLE_HEADER)]
-    records = tiles[TABLE_HEADER:].view(-1, RECORD).tolist()
-    assert [MultiSequenceRecord(*words[:6]) for words in records] == [
-        record_of_tile(plan, m_block, expected, total_q, total_k) for m_block in range(num_tiles)
-    ]
-    records = table[TABLE_HEADER:].view(-1, RECORD).tolist()
-    assert [TileRecord(*words[:7]) for words in records] == [
-        TileRecord(0, i, of_q.start, len(of_q), of_k.start, len(of_k), 1)
-        for i, (of_q, of_k) in enumerate(problem.rows)
-    ]

@@ -342,17 +342,6 @@ def test_what_is_not_done_is_given_up(started):
     assert all(process.returncode for process in started)
 
 
-def test_each_kernel_has_a_line(started, capfd):
-    module.compile_all(SMALL, 1, True)
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.replace("1 s", "0 s") for line in lines] == [
-        f"{number} of 2 kernels, 0 s: {describe_kernel(kernel)}"
-        for number, kernel in enumerate(SMALL, 1)
-    ]
-    module.compile_all(SMALL, 1, False)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "none"))
     monkeypatch.setattr(module, "kernels_of", lambda *arguments: SMALL)
