@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from decode_segments import records, segments
+from decode_segments import records
 from pairs import places
 from problems import poisoned_allocations
 from reference import check_attention
