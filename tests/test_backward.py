@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fa3
-from fa3.calls import autograd, backward
+from fa3.calls import autograd
 from fa3.calls.backward import BackwardCall
 from fa3.calls.forward import PreparedCall
 from fa3.interface import _flash_attn_backward
@@ -365,7 +365,7 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     for d_out in (None, out):
         operands = BackwardOperands(q, k, k, out, lse, d_out, None)
         call = BackwardCall(problem, None, 1.0, False, 132)
-        found = backward.dense_gradients(call, operands, (sinks,), Wanted(), None)
+        found = call.gradients(operands, (), (sinks,), Wanted(), None)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]
 

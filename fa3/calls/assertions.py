@@ -51,10 +51,6 @@ def check_scores(
     Args:
         scale: the softmax scale.
         used: which rows of packed q and k count; None for all.
-
-    Raises:
-        ValueError: the largest rows of q and k have such a product.
-        RuntimeError: a CUDA graph is captured.
     """
     if not q.is_cpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -46,14 +46,7 @@ def check_differentiable(
     out: torch.Tensor | None,
     pack_gqa: bool | None = None,
 ) -> None:
-    """Raise unless a call that wants a gradient can have one.
-
-    Raises:
-        ValueError: the caller gives the output's memory, which may be written again before the
-            backward pass reads it.
-        NotImplementedError: it has a score of the user's or pack_gqa=True, or a transform of
-            torch.func is active.
-    """
+    """Raise unless a call that wants a gradient can have one."""
     if out is score is None and not pack_gqa and not _are_functorch_transforms_active():
         return
     given = {"q": q, "k": k, "v": v, "sinks": sinks}
@@ -81,11 +74,7 @@ def check_differentiable(
 def arrived(
     d_out: torch.Tensor | None, d_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of out and of the log-sum-exp, in memory; None for zeros.
-
-    Raises:
-        NotImplementedError: one lies nowhere, or carries a tangent.
-    """
+    """The gradients of out and of the log-sum-exp, in memory; None for zeros."""
     return in_memory(OF_OUT, d_out), in_memory(OF_LSE, d_lse)
 
 

@@ -234,68 +234,43 @@ class BackwardCall(NamedTuple):
             used get 0, and add nothing if what came for them is finite.
         """
         q, k, _, out, lse, d_out, d_lse = operands
-        sequences = None
-        if self.longest is not None:
-            lengths = PackedLengths(*lengths)
-            if 0 in (lengths.batch, *q.shape, len(k), *self.longest) or (d_out is d_lse is None):
-                return without_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
-            if q.is_cuda:
-                return packed_gradients(self, operands, lengths, tensors, wanted, dropout)
-            (spec, window), sequences = self.problem, lengths.sequences()
-        elif q.is_cuda:
-            return dense_gradients(self, operands, tensors, wanted, dropout)
-        else:
-            spec, window = self.problem.spec, self.problem.window
+        packed = None if self.longest is None else PackedLengths(*lengths)
+        sizes = *q.shape, *k.shape
+        if packed is not None:
+            sizes = packed.batch, *sizes, *self.longest
+        if 0 in sizes or (d_out is d_lse is None):
+            return without_keys(operands, packed, tensors[-1] if wanted.sinks else None)
+        if q.is_cuda:
+            prepared = self.prepared(operands, packed, wanted)
+            return with_device(
+                q.device, prepared.launch, operands, packed, self.softmax_scale, tensors, dropout,
+                wanted.sinks,
+            )  # fmt: skip
+        spec, window = self.problem if packed else (self.problem.spec, self.problem.window)
         operands = operands._replace(
             d_out=torch.zeros_like(out) if d_out is None else d_out,
             d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
         )
+        sequences = packed.sequences() if packed else None
         return execute_backward(
             spec, window, operands, self.softmax_scale, tensors, wanted, dropout, sequences
         )
 
-
-def dense_gradients(
-    call: BackwardCall,
-    operands: BackwardOperands,
-    tensors: tuple[torch.Tensor, ...],
-    wanted: Wanted,
-    dropout: Dropout | None,
-) -> Gradients:
-    """Compute the gradients of a dense call on a GPU, as `BackwardCall.gradients`."""
-    problem = call.problem
-    sizes = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q
-    if 0 in sizes or (operands.d_out is operands.d_lse is None):
-        return without_keys(operands, None, tensors[-1] if wanted.sinks else None)
-    num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
-    prepared = prepare_backward(problem, call.deterministic, num_sms, wanted.fp32_dkv)
-    return with_device(
-        operands.q.device, prepared.launch, operands, None, call.softmax_scale, tensors, dropout,
-        wanted.sinks,
-    )  # fmt: skip
-
-
-def packed_gradients(
-    call: BackwardCall,
-    operands: BackwardOperands,
-    lengths: PackedLengths,
-    tensors: tuple[torch.Tensor, ...],
-    wanted: Wanted,
-    dropout: Dropout | None,
-) -> Gradients:
-    """Compute the gradients of packed sequences on a GPU. There are queries, and keys."""
-    (total_q, heads_q, _), (total_k, heads_kv, _) = operands.q.shape, operands.k.shape
-    num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
-    longest_q = min(call.longest[0], total_q)
-    has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-    prepared = prepare_packed(
-        call.problem, PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
-        call.deterministic, num_sms, has_used, wanted.fp32_dkv,
-    )  # fmt: skip
-    return with_device(
-        operands.q.device, prepared.launch, operands, lengths, call.softmax_scale, tensors, dropout,
-        wanted.sinks,
-    )  # fmt: skip
+    def prepared(
+        self, operands: BackwardOperands, lengths: PackedLengths | None, wanted: Wanted
+    ) -> PreparedBackward:
+        """What is launched on a GPU; there are queries, and keys."""
+        q, k, *_ = operands
+        num_sms = min(self.num_sms, gpu_of(q.device).num_sms)
+        if lengths is None:
+            return prepare_backward(self.problem, self.deterministic, num_sms, wanted.fp32_dkv)
+        (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
+        longest_q = min(self.longest[0], total_q)
+        has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
+        return prepare_packed(
+            self.problem, PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
+            self.deterministic, num_sms, has_used, wanted.fp32_dkv,
+        )  # fmt: skip
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:

@@ -140,11 +140,7 @@ Described = tuple[Description | None, ...]
 
 
 def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Described:
-    """Describe each of the `TENSORS` that is given.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
-    """
+    """Describe each of the `TENSORS` that is given."""
     required, with_gradient = (0, 1, 2), ()
     if kind == PACKED:
         required, with_gradient = REQUIRED_OF_PACKED, PLACES_WITH_GRADIENT
@@ -354,12 +350,7 @@ class AttentionCall(
 
 
 def check_tensors(call: AttentionCall) -> None:
-    """Raise if the tensors do not describe one call.
-
-    Raises:
-        TypeError: a tensor has the wrong dtype.
-        ValueError: a tensor has a wrong shape, layout or device, is missing, or has no place.
-    """
+    """Raise if the tensors do not describe one call."""
     if call.is_packed:
         check_rank("q", call.q, PACKED_DIMENSIONS)
     else:
@@ -388,12 +379,7 @@ def check_tensors(call: AttentionCall) -> None:
 
 
 def check_fp8(call: AttentionCall) -> None:
-    """Raise unless a cache in FP8 goes with q.
-
-    Raises:
-        TypeError: q, or one of k and v, has another dtype.
-        ValueError: TMA cannot walk rows of these head sizes, or FP8 queries come with new tokens.
-    """
+    """Raise unless a cache in FP8 goes with q."""
     name_k, name_v = call.name("k"), call.name("v")
     check_dtype(name_k, call.k, FP8_DTYPE)
     check_dtype(name_v, call.v, FP8_DTYPE)

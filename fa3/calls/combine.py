@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -97,10 +96,11 @@ def flash_attn_combine(
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
     lse = out_partial.new_empty(batch, heads, seqlen)
     if call is not None:
+        kernel, sets = call
         arguments = CombineArguments(
-            out, lse.data_ptr(), dense_o=out_partial, dense_lse=lse_partial, sets=call.num_ctas
+            out, lse.data_ptr(), dense_o=out_partial, dense_lse=lse_partial, sets=sets
         )
-        call.kernel(*arguments)
+        kernel(*arguments)
     else:
         merged, merged_lse = merge(list(zip(out_partial, lse_partial, strict=True)))
         out.copy_(merged)
@@ -108,18 +108,11 @@ def flash_attn_combine(
     return out, lse.transpose(1, 2)
 
 
-class PreparedCombine(NamedTuple):
-    """The compiled kernel of a merge, and how many CTAs it takes."""
-
-    kernel: Callable
-    num_ctas: int
-
-
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_combine(
     partial: Description, lse: Description, out: Description | None, out_dtype: torch.dtype
-) -> PreparedCombine | None:
-    """Validate a merge and load its kernel; None for the CPU, or if there is nothing to merge."""
+) -> tuple[Callable, int] | None:
+    """Validate a merge; return its kernel and CTAs, None on the CPU or with nothing to merge."""
     check_settings()
     partial, lse, out = Operand(*partial), Operand(*lse), operand_of(out)
     check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
@@ -151,4 +144,4 @@ def prepare_combine(
     element = str(out_dtype).removeprefix("torch.")
     kernel = load_kernel(Combine(element, head_dim, None, None))
     most = COMBINE_CTAS * gpu_of(partial.device).num_sms
-    return PreparedCombine(kernel, min(math.prod(rows[1:]), most))
+    return kernel, min(math.prod(rows[1:]), most)

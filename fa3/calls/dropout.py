@@ -16,11 +16,7 @@ STATE_BYTES = 8
 
 
 def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor) -> Dropout | None:
-    """The dropout of a call with these queries; None without.
-
-    Raises:
-        TypeError, ValueError: an argument is not what `flash_attn_func` says it is.
-    """
+    """The dropout of a call with these queries; None without."""
     check_probability(dropout_p)
     if not dropout_p:
         if rng_state is not None:

@@ -73,11 +73,7 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 
 def check_undifferentiated(name: str) -> None:
-    """Raise if a tensor that requires grad would get none.
-
-    Raises:
-        ValueError: gradients are on.
-    """
+    """Raise if a tensor that requires grad would get none."""
     if torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, but would get no gradient here. Only q, k, v and sinks of "
@@ -94,12 +90,7 @@ def cannot_be_traced() -> NotImplementedError:
 
 
 def address_of(name: str, tensor: torch.Tensor) -> int:
-    """Where a tensor begins.
-
-    Raises:
-        NotImplementedError: it lies nowhere, or carries what a kernel would drop, or torch.compile
-            reads this function.
-    """
+    """Where a tensor begins."""
     try:
         address = tensor.data_ptr()
         is_low = address < LOWEST_ADDRESS
@@ -140,9 +131,6 @@ def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
 
     The current stream waits for a collective that computes it. A gradient comes from other people's
     code, and so does a tensor that was kept, where hooks of saved tensors are active.
-
-    Raises:
-        NotImplementedError: it lies nowhere, or carries a tangent.
     """
     if tensor is None:
         return None

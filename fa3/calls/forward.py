@@ -277,11 +277,6 @@ def flash_attn_func(
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
         deterministic, dropout_p, pack_gqa, unsupported,
     )  # fmt: skip
-    types = (
-        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
-        type(return_lse), type(return_attn_probs), type(deterministic), type(dropout_p),
-        type(pack_gqa),
-    )  # fmt: skip
     if not (schedule is plan is None):
         check_choices(schedule, plan)
     if is_traced(q):
@@ -296,7 +291,7 @@ def flash_attn_func(
     except AttributeError:
         describe_dense(tensors)  # says what is no tensor
         raise
-    checked = options_of(DENSE, softmax_scale, window_size, given, types, has_gradient)
+    checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
         describe_dense(tensors)

@@ -247,11 +247,6 @@ def flash_attn_with_kvcache(
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
         rotary_interleaved, batch_invariant, unsupported,
     )  # fmt: skip
-    types = (
-        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
-        type(return_lse), type(return_softmax_lse), type(rotary_interleaved),
-        type(batch_invariant),
-    )  # fmt: skip
     if is_traced(q):
         named = dict(zip(NAMES_BY_KIND[CACHED], tensors, strict=True))
         return trace_attention(
@@ -265,7 +260,7 @@ def flash_attn_with_kvcache(
             metadata=scheduler_metadata,
         )
     of_cache = max_seqlen_q, scheduler_metadata
-    checked = options_of(CACHED, None, window_size, given, types, False, of_cache)
+    checked = options_of(CACHED, None, window_size, given, False, of_cache)
     return attend_to_cache(tensors, checked, softmax_scale, length)
 
 
@@ -603,9 +598,6 @@ def with_integers_on_device(
 
     Args:
         length: of each sequence; None if cache_seqlens says it.
-
-    Raises:
-        ValueError, RuntimeError: see `check_values` and `values_on_host`.
     """
     integers = tensors[OF_INTEGERS]
     if length is not None:
@@ -623,17 +615,14 @@ def with_integers_on_device(
 def on_device(
     name: str, value: int | torch.Tensor | None, call: AttentionCall
 ) -> torch.Tensor | None:
-    """The value as a tensor on q's device; a number for each sequence.
-
-    Raises:
-        RuntimeError: a CUDA graph would copy it from the host again at every replay.
-    """
+    """The value as a tensor on q's device; a number for each sequence."""
     device = call.q.device
     if isinstance(value, int):
         return torch.full((call.batch,), value, dtype=torch.int32, device=device)
     if value is None or value.device == device:
         return value
     if torch.cuda.is_current_stream_capturing():
+        # The graph would copy it from the host again at every replay.
         raise RuntimeError(
             f"{name} must be on {device} while a CUDA graph is captured, got {value.device}"
         )

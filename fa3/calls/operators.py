@@ -293,11 +293,7 @@ COMBINE.implemented_by(functools.partial(run_function, "flash_attn_combine"))
 
 
 def keep_operands(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Keep what the backward pass of `fa3::attention` reads.
-
-    Raises:
-        NotImplementedError: a graph that was traced without gradients has a score or a cache.
-    """
+    """Keep what the backward pass of `fa3::attention` reads."""
     options = ATTENTION.by_name(inputs)
     function = options["function"]
     if function == CACHED:
@@ -355,9 +351,6 @@ def check_results(
 
     Args:
         q, v: checked, dense or packed.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: naming the tensor.
     """
     dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
     *batch, rows, heads, _ = q.shape
@@ -531,12 +524,7 @@ def call_attention(
 def differentiable_arguments(
     kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
 ) -> None:
-    """Change arguments to what `fa3::attention` takes for a function that may have a gradient.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: an argument is not what the function says it is,
-            or a gradient is wanted that does not exist.
-    """
+    """Change arguments to what `fa3::attention` takes for a function that may have a gradient."""
     schedule = arguments.get("schedule")
     if not (schedule is None or isinstance(schedule, str)):
         raise NotImplementedError(

@@ -168,7 +168,6 @@ def options_of(
     of_flash_attention_2: object,
     window_size: Sequence[int],
     values: tuple,
-    types: tuple[type, ...],
     has_gradient: bool = False,
     of_cache: tuple[int | None, Any] = (None, None),
 ) -> Checked:
@@ -177,18 +176,16 @@ def options_of(
     Args:
         of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
         values: in the order of `OPTIONS_OF_KINDS`.
-        types: of all values but the last, since True, 1 and 1.0 are the same to a dictionary.
         has_gradient: whether a dense call wants one.
         of_cache: max_seqlen_q of a call on a cache, and metadata.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: naming the option.
     """
     if not (
         type(window_size) is tuple and len(window_size) == 2
         and type(window_size[0]) is type(window_size[1]) is int
     ):  # fmt: skip
         window_size = as_pair(window_size)
+    # True, 1 and 1.0 are the same to a dictionary.
+    types = tuple(map(type, values))
     try:
         return remembered_options(kind, window_size, values, types, has_gradient, of_cache)
     except TypeError:
@@ -230,12 +227,7 @@ def checked_options(
 
 
 def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[str, Any]:
-    """The options of a call in their types, by name; torch.compile reads along.
-
-    Raises:
-        TypeError, ValueError: an option has another type, and its value does not fit this one.
-        NotImplementedError: what it asks for is not there.
-    """
+    """The options of a call in their types, by name; torch.compile reads along."""
     function = OPTIONS_OF_KINDS[kind]
     given: dict[str, Any] = dict(zip(function.options, values, strict=True))
     if given["attention_chunk"] is None:
@@ -379,10 +371,6 @@ def reject_unsupported(
             nothing, and may be anything.
         num_splits: the call's, if it can be 0 or 1 only.
         given: what must be None.
-
-    Raises:
-        TypeError, ValueError: one of them has a wrong type, or is negative.
-        NotImplementedError: one of them asks for what is not there.
     """
     if attention_chunk is not None and integer("attention_chunk", attention_chunk, 0):
         raise NotImplementedError(

@@ -112,9 +112,6 @@ class SchedulerMetadata(NamedTuple):
 
         Packed keys are split where both allow it. Whole tiles do not count where bits must not
         depend on lengths.
-
-        Raises:
-            ValueError: the call asks for others.
         """
         num_splits = self.num_splits
         if options.kind == PACKED:

@@ -133,9 +133,6 @@ def plans_path(gpu_name: str) -> Path:
     """Return the file for plans of a GPU, of this version of fa3.
 
     The version is a digest of the sources: another kernel may have another fastest plan.
-
-    Raises:
-        RuntimeError: there is no folder for it.
     """
     digests = sorted((name, digest) for name, (_, digest) in SOURCES.items())
     version = hashlib.sha256(repr(digests).encode()).hexdigest()[:VERSION_DIGITS]

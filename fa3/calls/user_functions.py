@@ -46,9 +46,6 @@ def flatten_function(
 
     Args:
         argument: what the call knows it as.
-
-    Raises:
-        TypeError: it is no frozen dataclass derived from `base`, or a field cannot be hashed.
     """
     if function is None:
         return None, []
@@ -93,11 +90,7 @@ name_of._dynamo_marked_constant = True
 
 
 def unflatten_function(name: str | None, tensors: Sequence[torch.Tensor]) -> Score | Mask | None:
-    """The object with this name and these tensors.
-
-    Raises:
-        ValueError: nothing has the name.
-    """
+    """The object with this name and these tensors."""
     if name is None:
         return None
     if name not in FORMS:

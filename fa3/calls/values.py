@@ -25,10 +25,6 @@ def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[in
     Args:
         totals: rows of q and of k.
         longest: max_seqlen_q and max_seqlen_k.
-
-    Raises:
-        ValueError: naming the argument and the sequence.
-        RuntimeError: a tensor would have to be read back while a CUDA graph is captured.
     """
     ends_q, ends_k, used_q, used_k = map(read_back, LENGTHS_OF_PACKED, integers)
     for side, ends, used, total, most in zip(
@@ -91,11 +87,6 @@ def values_on_host(
 
     Args:
         integers: the int32 tensors, or a number in place of cache_seqlens.
-
-    Raises:
-        RuntimeError: a tensor would have to be read back while a CUDA graph is captured.
-        ValueError: cache_seqlens is a number that does not fit the cache, or cu_seqlens_k_new
-            does not cut k into one piece for each sequence.
     """
     cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, *rest = integers
     if isinstance(cache_seqlens, int):
@@ -133,9 +124,6 @@ def check_values(call: AttentionCall, values: HostValues, query_step: int) -> No
 
     Args:
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
-
-    Raises:
-        ValueError: naming the argument and the sequence.
     """
     if values.seqlens is not None:
         check_seqlens(call, values)

@@ -214,11 +214,6 @@ def flash_attn_varlen_func(
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
         deterministic, dropout_p, return_softmax_lse, unsupported,
     )  # fmt: skip
-    types = (
-        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
-        type(return_lse), type(return_attn_probs), type(deterministic), type(dropout_p),
-        type(return_softmax_lse),
-    )  # fmt: skip
     if is_traced(q):
         return trace_attention(
             kind, window_size, given, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
@@ -235,7 +230,7 @@ def flash_attn_varlen_func(
         check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
         most_queries = longest[0]
     checked = options_of(
-        kind, seqused_q, window_size, given, types, False, (most_queries, scheduler_metadata)
+        kind, seqused_q, window_size, given, False, (most_queries, scheduler_metadata)
     )
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):

@@ -124,11 +124,7 @@ have been compared with others (docs/experiments.md)."""
 
 
 def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
-    """The config for a spec.
-
-    Raises:
-        NotImplementedError: no row fits.
-    """
+    """The config for a spec."""
     for tiling in BACKWARD_TILINGS:
         if tiling.fits(spec):
             return tiling.config

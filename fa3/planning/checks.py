@@ -21,12 +21,7 @@ from fa3.scores.masks import Band, Intersection
 
 
 def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> None:
-    """Raise unless the planner's arguments are valid.
-
-    Raises:
-        TypeError: an argument or one of its fields has the wrong type.
-        ValueError: a field has a value that nothing can run.
-    """
+    """Raise unless the planner's arguments are valid."""
     for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
