@@ -11,7 +11,6 @@ import torch
 
 import fa3
 from fa3 import interface
-from fa3.calls.options import OPTION_TABLE
 
 # FlashAttention-3, hopper/flash_attn_interface.py of Dao-AILab/flash-attention at commit
 # c082294e0f6c01d46318694a6f3e0274225a9683.
@@ -82,13 +81,6 @@ def test_positional_parameters_are_flash_attention_3_s(name):
         expected = expected.replace("num_splits=1", "num_splits=0")
     assert list(map(written, positional)) == expected.split()
     assert all(one.kind is one.KEYWORD_ONLY for one in parameters if one not in positional)
-
-
-@pytest.mark.parametrize("name", FLASH_ATTENTION_3)
-def test_options_have_the_defaults_of_the_table(name):
-    parameters = inspect.signature(getattr(interface, name)).parameters
-    for option in parameters.keys() & OPTION_TABLE.keys() - {"num_splits"}:
-        assert parameters[option].default == OPTION_TABLE[option].default, option
 
 
 def test_wrong_numbers_of_arguments():

@@ -169,11 +169,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q: the most queries of a sequence; must be given with cu_seqlens_q.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v. Ignored without them.
-        softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
-        causal: hide the keys after a query's own position.
-        window_size: keys that a query sees before and after its own position, as (left, right);
-            -1 for all. causal sets right to 0, whatever it is.
-        softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
+        softmax_scale, causal, window_size, softcap, sinks, sm_margin: as in `flash_attn_func`.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).
         scheduler_metadata: how to run, from `get_scheduler_metadata`.
@@ -182,12 +178,9 @@ def flash_attn_with_kvcache(
             nothing: how a sequence is cut then depends on its own length only.
         pack_gqa: the query heads of a key/value head always share its reads: None or True; anything
             if each has a single query head.
-        sm_margin: SMs to leave to other kernels.
         return_softmax_lse: FlashAttention-3's name for return_lse.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
             -slope |i + length - seqlen_q - j| to the score of query i and key j.
-        sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its head's
-            softmax, and so the log-sum-exp.
         batch_invariant: make the result of a sequence, to the last bit, independent of the other
             sequences, its place among them and their number. May be slower, and takes memory for
             32 parts of a sequence and for more where the cache has room for more than 512 keys in

@@ -45,41 +45,22 @@ def note_on_order(of_flash_attention_2: object, note: str) -> str:
     return ""
 
 
-class Option(NamedTuple):
-    """An option of public functions.
-
-    Fields:
-        kind: bool, int from 0 on, or float; None for what must be None.
-        default: its default in FlashAttention-3; `flash_attn_varlen_func` and
-            `flash_attn_with_kvcache` have 0 for num_splits.
-        complaint: what an error adds where the option is not supported.
-    """
-
-    kind: type | None
-    default: object = None
-    complaint: str = "it is not supported"
-
-
-OPTION_TABLE = {
-    "attention_chunk": Option(int, 0),
-    "batch_invariant": Option(bool, False),
-    "causal": Option(bool, False),
-    "deterministic": Option(bool, False),
-    "dropout_p": Option(float, 0.0),
-    "has_softcap": Option(bool, False),
-    "k_descale": Option(None, complaint="only FP8 tensors need it"),
-    "num_splits": Option(int, 1),
-    "q_descale": Option(None, complaint="only FP8 tensors need it"),
-    "qv": Option(None),
-    "return_attn_probs": Option(bool, False),
-    "return_lse": Option(bool, False),
-    "return_softmax_lse": Option(bool, False),
-    "rotary_interleaved": Option(bool, True),
-    "sm_margin": Option(int, 0),
-    "softcap": Option(float, 0.0),
-    "v_descale": Option(None, complaint="only FP8 tensors need it"),
+OPTION_KINDS: dict[str, type] = {
+    "attention_chunk": int,
+    "batch_invariant": bool,
+    "causal": bool,
+    "deterministic": bool,
+    "dropout_p": float,
+    "has_softcap": bool,
+    "num_splits": int,
+    "return_attn_probs": bool,
+    "return_lse": bool,
+    "return_softmax_lse": bool,
+    "rotary_interleaved": bool,
+    "sm_margin": int,
+    "softcap": float,
 }
-"""The options that public functions share."""
+"""The options that public functions share: bool, int from 0 on, or float."""
 
 
 class Function(NamedTuple):
@@ -233,8 +214,7 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0
     for name, value in given.items():
-        option = OPTION_TABLE.get(name)
-        if option is not None and option.kind is not None and type(value) is not option.kind:
+        if type(value) is not OPTION_KINDS.get(name, type(value)):
             given[name] = converted(name, value, note if name == "causal" else "")
     if given.get("pack_gqa") is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
@@ -249,7 +229,7 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
 
 def converted(name: str, value: object, note: str = "") -> bool | int | float:
     """The value of an option in its type."""
-    kind = OPTION_TABLE[name].kind
+    kind = OPTION_KINDS[name]
     if kind is bool:
         return flag(name, value, note)
     return integer(name, value, 0) if kind is int else real(name, value)
@@ -390,7 +370,8 @@ def reject_unsupported(
         )
     for name, value in given.items():
         if value is not None:
-            complaint = OPTION_TABLE[name].complaint
+            is_scale = name.endswith("_descale")
+            complaint = "only FP8 tensors need it" if is_scale else "it is not supported"
             raise NotImplementedError(f"{name} must be None, got {shown(value)}: {complaint}")
 
 

@@ -139,21 +139,9 @@ def flash_attn_varlen_func(
             is above the sequence's length counts as if cut to it, and on a GPU what is below 0
             counts as 0.
         seqused_k: like seqused_q, for keys.
-        softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
-        causal: hide the keys after a query's own position.
-        window_size: keys that a query sees before and after its own position, as (left, right);
-            -1 for all. causal sets right to 0, whatever it is.
-        softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
-            everything else that changes scores.
-        alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
-            -slope |i + seqlen_k - seqlen_q - j| to the score of query i and key j of a sequence.
-        sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its
-            head's softmax, and so the log-sum-exp.
-        score: a function of scores of your own, see `fa3.Score`; applied last. Positions count
-            inside of a sequence, whose number is `batch`.
-        mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
-        deterministic: give the same bits of dQ every time; all else always has the same.
-        sm_margin: SMs to leave to other kernels.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, score, mask: as in
+            `flash_attn_func`. Positions count inside of a sequence, whose number is `batch`.
+        deterministic, sm_margin: as in `flash_attn_func`.
         return_lse: also return the log-sum-exp. FlashAttention-3 calls this return_attn_probs,
             serving engines call it return_softmax_lse.
         out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
