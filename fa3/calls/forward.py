@@ -270,12 +270,9 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    unsupported = None
-    if not (qv is q_descale is k_descale is v_descale is None):
-        unsupported = qv, q_descale, k_descale, v_descale, None, True
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
-        deterministic, dropout_p, pack_gqa, unsupported,
+        deterministic, dropout_p, pack_gqa, qv, q_descale, k_descale, v_descale,
     )  # fmt: skip
     if not (schedule is plan is None):
         check_choices(schedule, plan)

@@ -233,12 +233,10 @@ def flash_attn_with_kvcache(
         cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
         q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
     )  # fmt: skip
-    unsupported = None
-    if not (qv is pack_gqa is None):
-        unsupported = qv, None, None, None, pack_gqa, share_heads(q, k_cache)
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
-        rotary_interleaved, batch_invariant, unsupported,
+        rotary_interleaved, batch_invariant, qv, pack_gqa,
+        pack_gqa is None or share_heads(q, k_cache),
     )  # fmt: skip
     if is_traced(q):
         named = dict(zip(NAMES_BY_KIND[CACHED], tensors, strict=True))

@@ -79,20 +79,24 @@ class Function(NamedTuple):
     note: str = ""
 
 
-UNSUPPORTED = "qv", "q_descale", "k_descale", "v_descale"
-"""What must be None. It is handed over as one value, with pack_gqa if that is not the caller's
-choice, and whether query heads share a key/value head; None if all of it is None."""
+DESCALES = "q_descale", "k_descale", "v_descale"
+UNSUPPORTED = "qv", *DESCALES
+"""What must be None where a function hands it over."""
+
+PACKING = "pack_gqa", "shares_heads"
+"""Of calls where pack_gqa is not the caller's choice; with it, whether query heads share a
+key/value head."""
 
 OF_ALL = "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse"
 OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
-OF_PACKED = (*OF_TRAINING, "return_softmax_lse", "unsupported")
+OF_PAGES = (*OF_TRAINING, "return_softmax_lse", "qv", *PACKING)
 OF_CACHE = (
-    *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "unsupported",
+    *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "qv", *PACKING,
 )  # fmt: skip
 OPTIONS_OF_KINDS = {
-    DENSE: Function((*OF_TRAINING, "pack_gqa", "unsupported"), False, None, FROM_FLASH_ATTENTION_2),
-    PACKED: Function(OF_PACKED, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
-    PAGED: Function(OF_PACKED, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
+    DENSE: Function((*OF_TRAINING, "pack_gqa", *UNSUPPORTED), False, None, FROM_FLASH_ATTENTION_2),
+    PACKED: Function((*OF_PAGES, *DESCALES), False, False, VARLEN_FROM_FLASH_ATTENTION_2),
+    PAGED: Function(OF_PAGES, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
     CACHED: Function(OF_CACHE, True, True),
 }
 
@@ -216,13 +220,14 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
     for name, value in given.items():
         if type(value) is not OPTION_KINDS.get(name, type(value)):
             given[name] = converted(name, value, note if name == "causal" else "")
-    if given.get("pack_gqa") is not None:
+    if given["pack_gqa"] is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
-    *refused, pack_gqa, shares_heads = given.pop("unsupported") or (*[None] * 5, True)
+    is_choice = function.has_packing is None
+    pack_gqa = None if is_choice else given.pop("pack_gqa")
     reject_unsupported(
-        given["attention_chunk"], pack_gqa, bool(function.has_packing), shares_heads,
-        0 if function.splits_keys else given["num_splits"],
-        **dict(zip(UNSUPPORTED, refused, strict=True)),
+        given["attention_chunk"], pack_gqa, bool(function.has_packing),
+        given.pop("shares_heads", True), 0 if function.splits_keys else given["num_splits"],
+        **{name: given.pop(name, None) for name in UNSUPPORTED},
     )  # fmt: skip
     return given
 

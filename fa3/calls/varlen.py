@@ -193,14 +193,11 @@ def flash_attn_varlen_func(
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
     kind = PACKED if page_table is None else PAGED
-    unsupported = None
     descales = q_descale, k_descale, v_descale
-    refused = descales if kind == PACKED else (None, None, None)
-    if not (qv is pack_gqa is None) or any(one is not None for one in refused):
-        unsupported = qv, *refused, pack_gqa, share_heads(q, k)
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
-        deterministic, dropout_p, return_softmax_lse, unsupported,
+        deterministic, dropout_p, return_softmax_lse, qv, pack_gqa,
+        pack_gqa is None or share_heads(q, k), *(descales if kind == PACKED else ()),
     )  # fmt: skip
     if is_traced(q):
         return trace_attention(
