@@ -17,11 +17,11 @@ STATE_BYTES = 8
 
 def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor) -> Dropout | None:
     """The dropout of a call with these queries; None without."""
-    check_probability(dropout_p)
     if not dropout_p:
         if rng_state is not None:
             raise ValueError("rng_state must be None without dropout_p: nothing is drawn")
         return None
+    check_probability(dropout_p)
     if rng_state is None:
         return Dropout(draw_rng_state(q.device), dropout_p)
     check_device("rng_state", described_state(rng_state), "q", q)

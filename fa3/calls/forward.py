@@ -289,17 +289,10 @@ def flash_attn_func(
         describe_dense(tensors)  # says what is no tensor
         raise
     checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
-    function_tensors: tuple[torch.Tensor, ...] = ()
-    if not (score is mask is None):
-        describe_dense(tensors)
-        checked, function_tensors = with_functions(checked, q, score, mask)
-    read = None
-    if function_tensors or not (alibi_slopes is sinks is None):
-        read = modifier_tensors(alibi_slopes, function_tensors, sinks)
+    checked, function_tensors = with_functions(checked, q, score, mask)
+    read = modifier_tensors(alibi_slopes, function_tensors, sinks)
     options, returns_lse, deterministic, dropout_p, latest = checked
-    dropout = None
-    if dropout_p or rng_state is not None:
-        dropout = dropout_of(dropout_p, rng_state, q)
+    dropout = dropout_of(dropout_p, rng_state, q)
     call, is_planned = None, schedule is plan is None
     if is_planned:
         call, _ = latest.find(tensors)

@@ -388,11 +388,10 @@ class PreparedCacheCall:
             operands = tuple.__new__(
                 RaggedOperands, (q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
             )
-            tables, modifiers = NO_TABLES, None
+            tables = NO_TABLES
             if not (batch_idx is leftpad is pages is None):
                 tables = CacheTables(batch_idx, leftpad, pages)
-            if function_tensors or not (slopes is sinks is None):
-                modifiers = modifier_tensors(slopes, function_tensors, sinks)
+            modifiers = modifier_tensors(slopes, function_tensors, sinks)
             if isinstance(self.attends, PackedCall):
                 longest = self.description.seqlen_q, self.description.capacity
                 sizes = PackedSizes(self.description.batch, *q.shape[1::-1], 0, *longest)

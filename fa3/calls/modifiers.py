@@ -10,6 +10,7 @@ import torch
 
 from fa3.calls.eager import check_resolved
 from fa3.calls.operands import (
+    ALIGNMENT,
     DTYPES,
     Description,
     Operand,
@@ -83,6 +84,9 @@ def with_functions(
     checked: Checked, q: torch.Tensor, score: Score | None, mask: Mask | None
 ) -> tuple[Checked, tuple[torch.Tensor, ...]]:
     """Options of a call with the user's score and mask, and the tensors of these."""
+    if score is mask is None:
+        return checked, ()
+    describe("q", q, ALIGNMENT, True)
     functions, tensors = functions_of(q, score, mask)
     return joined_options(checked, functions), tensors
 

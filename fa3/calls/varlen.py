@@ -37,7 +37,7 @@ from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
-from fa3.calls.operands import ALIGNMENT, check_out, describe, used_queries
+from fa3.calls.operands import check_out, used_queries
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     PACKED,
@@ -217,10 +217,7 @@ def flash_attn_varlen_func(
     checked = options_of(
         kind, seqused_q, window_size, given, False, (most_queries, scheduler_metadata)
     )
-    function_tensors: tuple[torch.Tensor, ...] = ()
-    if not (score is mask is None):
-        describe("q", q, ALIGNMENT, True)
-        checked, function_tensors = with_functions(checked, q, score, mask)
+    checked, function_tensors = with_functions(checked, q, score, mask)
     if page_table is not None:
         tensors = (
             q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
@@ -256,9 +253,7 @@ def attend_packed_call(
     if call is None or not are_of_batch(integers, slopes, batch := ends_q.shape[0] - 1):
         call, batch = describe_packed(tensors, checked)
     totals = check_totals(q.shape, k.shape, v.shape, batch)
-    dropout = None
-    if dropout_p or rng_state is not None:
-        dropout = dropout_of(dropout_p, rng_state, q)
+    dropout = dropout_of(dropout_p, rng_state, q)
     scale = check_scale(softmax_scale, q.shape[-1])
     if options.metadata is not None and options.metadata.batch != batch:
         options.metadata.check(batch=batch)
@@ -271,9 +266,7 @@ def attend_packed_call(
     longest = longest_q, longest_k = min(longest_q, total_q), min(longest_k, total_k)
     sizes = PackedSizes(batch, q.shape[1], total_q, total_k, longest_q, longest_k)
     run = call, integers, sizes, scale, dropout
-    read = None
-    if function_tensors or not (slopes is sinks is None):
-        read = modifier_tensors(slopes, function_tensors, sinks)
+    read = modifier_tensors(slopes, function_tensors, sinks)
     if wants_gradient(q, k, v, sinks):
         scores = None if options.functions is None else options.functions.scores or None
         check_differentiable(q, k, v, sinks, scores, out)
