@@ -37,7 +37,7 @@ def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Ca
     """Give a function parameters in this order, which it takes by name; for decorating it.
 
     Types and defaults are the function's, or else the first other function's that has the
-    parameter; None where none has it.
+    parameter; None where none has it. Its other parameters are taken by name only.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -47,6 +47,8 @@ def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Ca
             known = [one.parameters[name] for one in signatures if name in one.parameters]
             model = known[0] if known else inspect.Parameter(name, kind, default=None)
             parameters.append(model.replace(kind=kind))
+        own = signatures[0].parameters.values()
+        parameters += [one for one in own if one.kind is one.KEYWORD_ONLY and one.name not in order]
 
         @functools.wraps(function)
         def call(*values: object, **named: object) -> object:
@@ -321,31 +323,24 @@ def flash_attn_backward(
     return by_name["dq"], by_name["dk"], by_name["dv"], None if sinks is None else d_sinks
 
 
+@with_parameters(
+    "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q "
+    "max_seqlen_k dq dk dv softmax_scale is_causal window_size_left window_size_right softcap "
+    "deterministic sm_margin",
+    flash_attn_backward,
+)
 def _flash_attn_backward(
+    *,
     dout: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
     softmax_lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
     sequed_q: torch.Tensor | None = None,
     sequed_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dq: torch.Tensor | None = None,
-    dk: torch.Tensor | None = None,
-    dv: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
     is_causal: bool = False,
     window_size_left: int = NO_BOUND,
     window_size_right: int = NO_BOUND,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    *,
     accumulate_dkv: bool = False,
+    **arguments: Any,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv.
 
@@ -365,14 +360,12 @@ def _flash_attn_backward(
     with torch.no_grad():
         if not is_traced(q):
             arrived = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
-            results = {"dout": arrived, "softmax_lse": softmax_lse}
-            check_beside(q, {"dq": dq, "dk": dk, "dv": dv} | results)
+            targets = {name: arguments.get(name) for name in ("dq", "dk", "dv")}
+            check_beside(q, targets | {"dout": arrived, "softmax_lse": softmax_lse})
         flash_attn_backward(
-            dout, q, k, v, out, softmax_lse, softmax_scale, is_causal,
-            (window_size_left, window_size_right), softcap, deterministic, sm_margin,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, seqused_q=sequed_q, seqused_k=sequed_k, dq=dq, dk=dk,
-            dv=dv, accumulate_dkv=accumulate_dkv,
+            dout, q, lse=softmax_lse, causal=is_causal, seqused_q=sequed_q, seqused_k=sequed_k,
+            window_size=(window_size_left, window_size_right), accumulate_dkv=accumulate_dkv,
+            **arguments,
         )  # fmt: skip
 
 
