@@ -25,7 +25,6 @@ LONG_FUNCTIONS = {
 """Public functions, with the longest docstrings."""
 
 PUBLIC = LONG_FUNCTIONS | {
-    ("calls/passes.py", "_flash_attn_backward"),
     ("distributed/attention.py", "flash_attn_func"),
     ("distributed/decode.py", "flash_attn_with_kvcache"),
     ("distributed/planning.py", "plan"),
