@@ -151,7 +151,7 @@ def test_one_kernel_merges_few_parts_behind_an_append_and_of_packed_queries(is_p
     assert replace(one_head, sizes=one_head.sizes._replace(capacity=1000)).merges_inside
 
 
-def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
+def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatch):
     """The merge reads all records; a walk writes those of the row blocks that there are."""
     plan = plan_of(True, num_splits=3)
     blocks, of_rows = [(0, 16), (0, 3), (0, 9)], [3, 1, 2]
@@ -162,6 +162,9 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
     count = plan.workspace.num_records
     assert len(set(numbers)) == len(numbers) < count and max(numbers) < count
     assert plan.clears_records
+    monkeypatch.setattr(decode, "load_kernel", lambda kernel: kernel)
+    prepared = decode.PreparedDecode.of(plan, on_gpu=True)
+    assert prepared.cleared == plan.workspace.numbers_of_records > 0
     # Elsewhere every record has a CTA that writes it.
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
 
