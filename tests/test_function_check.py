@@ -129,11 +129,6 @@ def test_every_sequence_and_head_is_compared():
             "at 4,194,304 of 8,388,608 positions: in every sequence and head, at 4 of 4 queries "
             "and 524,288 of 1,048,576 keys",
         ),
-        (
-            (2, 1, 1 << 20, 4),
-            "at 4,194,304 of 8,388,608 positions: in every sequence and head, at 524,288 of "
-            "1,048,576 queries and 4 of 4 keys",
-        ),
     ],
 )
 def test_what_was_compared_is_told(sizes, extent):

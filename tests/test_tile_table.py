@@ -138,33 +138,6 @@ def batches() -> list[list[int]]:
     return [[1024] * 16, [0] * WARP, [TILE_M * SORTERS // 20] * WARP, *drawn]
 
 
-@pytest.mark.parametrize("short", [0, 64, 1 << 30])
-@pytest.mark.parametrize("has_used", [False, True])
-@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(200, 5)], ids=str)
-@pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}")
-def test_few_sequences_have_the_table_of_the_host(lengths, window, has_used, short, device):
-    draw, band = random.Random(1), Band.of(window)
-    keys = [max(0, length + draw.randint(-100, 500)) for length in lengths]
-    ends = [ends_of(lengths), ends_of(keys)]
-    used = [None, None]
-    if has_used:
-        used = [torch.tensor([draw.randint(-2, n + 3) for n in each]) for each in (lengths, keys)]
-    totals = sum(lengths), sum(keys)
-    kernel = TileTable(TILE_M, TILE_N, band, has_used, has_used)
-    header, records, _ = table_of(kernel, window, short, [*ends, *used], totals, device)
-    queries, of_keys = (
-        RaggedLengths(end.numpy(), None if of_side is None else of_side.numpy(), total)
-        for end, of_side, total in zip(ends, used, totals, strict=True)
-    )
-    kind = TableKind(TILE_M, TILE_N, band, window, short, 4, NUM_CTAS)
-    expected = kind.table(queries, of_keys)
-    own = expected[:TABLE_HEADER].tolist()
-    # Sums of fp32 and of fp64.
-    assert abs(header.pop(CTAS_BESIDE) - own.pop(CTAS_BESIDE)) <= 1
-    assert header == own
-    assert records == expected[TABLE_HEADER:].reshape(-1, RECORD)[: len(records)].tolist()
-
-
 @pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}")
 def test_few_sequences_on_a_cache(lengths, device):
     window, capacity = Window(right=0), 4000

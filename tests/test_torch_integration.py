@@ -341,41 +341,6 @@ def test_sdpa_on_a_gpu(active, device, monkeypatch, is_causal):
 
 @needs_registry
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0)])
-def test_packed_sequences_on_a_gpu(active, device, monkeypatch, window, compiled):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    ran = runs_of_fa3(monkeypatch, "differentiate")
-    lengths = 200, 1, 333
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    made = torch.randn(3, sum(lengths), 4, 64, device=device).bfloat16()
-    inputs = [x.detach().clone().requires_grad_() for x in made]
-
-    def attend(q, k, v):
-        return varlen.varlen_attn(q, k, v, ends, ends, 333, 333, window_size=window)
-
-    torch.compiler.reset()
-    out = (torch.compile(attend, fullgraph=True) if compiled else attend)(*inputs)
-    d_out = torch.randn_like(out)
-    found = out, *torch.autograd.grad(out, inputs, d_out)
-    assert len(ran) == 1
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    parts = []
-    for part in zip(*(x.split(lengths) for x in exact), strict=True):
-        position = torch.arange(len(part[0]), device=device)
-        behind = position[:, None] - position
-        left, right = (len(part[0]) if bound < 0 else bound for bound in window)
-        seen = (behind <= left) & (-behind <= right)
-        q, k, v = (x.transpose(0, 1) for x in part)
-        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1))
-    of_all = torch.cat(parts)
-    expected = of_all, *torch.autograd.grad(of_all, exact, d_out.double())
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2)
-
-
-@needs_registry
-@pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [True, False])
 def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, transposed):
     """Inductor checks the strides of what comes back."""

@@ -5,7 +5,7 @@ import gc
 import itertools
 import pickle
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,15 +72,6 @@ def test_arguments_that_go_by_two_names():
     table = integers(0, 1, 2, 0).view(2, 2)
     out = flash_attn_varlen_func(**call, block_table=table)
     assert torch.equal(out, flash_attn_varlen_func(**call, page_table=table))
-
-
-def test_the_order_of_flash_attention_2_is_told_from_that_of_3():
-    positional = list(make_call(RAGGED).values())[:7]
-    note = ".*FlashAttention-2's are dropout_p.*by name"
-    with pytest.raises(TypeError, match=r"^seqused_q must be a torch.Tensor, got float" + note):
-        flash_attn_varlen_func(*positional, 0.0, None, True)
-    with pytest.raises(TypeError, match=r"^causal must be a bool, got tuple" + note):
-        flash_attn_varlen_func(*positional, 0.0, None, True, (-1, -1))
 
 
 def on_gpu(call: dict) -> dict:
@@ -265,29 +256,6 @@ def test_random_calls(seed, family, longest, where):
     check_call(
         random_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest), where, seed
     )
-
-
-@dataclass(frozen=True)
-class Lengths(fa3.Score):
-    """Notes where it is asked."""
-
-    seen: tuple = ()
-
-    def score(self, logit, at):
-        return logit
-
-    def reference(self, logits, at):
-        PLACES.append((at.batch, at.seqlen_q, at.seqlen_k, int(at.query.max()), int(at.key.max())))
-        return logits
-
-
-PLACES = []
-
-
-def test_functions_see_the_sequence_and_places_inside_of_it():
-    PLACES.clear()
-    flash_attn_varlen_func(**make_call(USED) | {"score": Lengths()})
-    assert set(PLACES) == {(0, 70, 10, 69, 9), (3, 100, 64, 99, 63)}
 
 
 def test_views():

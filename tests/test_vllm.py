@@ -287,25 +287,3 @@ def test_methods_take_what_vllm_s_take():
                 list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs)
             )
             assert taken[: len(given)] == given, (ours, name)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_call_of_vllm_s_own_backend(layer):
-    """vLLM 0.33.0 gives these arguments to its FlashAttention, by these names."""
-    given, options = LAYERS[layer]
-    requests = Requests(*BATCHES["mixed"])
-    keys, values = requests.cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
-    for i in range(len(requests.lengths)):
-        reshape_and_cache_flash(requests.k[i], requests.v[i], keys, values, requests.slots(i, 0))
-    query = torch.cat(requests.q)
-    out = torch.empty_like(query)
-    fa3.flash_attn_varlen_func(
-        q=query, k=keys, v=values, out=out, cu_seqlens_k=None, seqused_k=requests.seq_lens,
-        cu_seqlens_q=requests.ends, max_seqlen_q=max(requests.new),
-        max_seqlen_k=max(requests.lengths), softmax_scale=0.2, causal=True,
-        alibi_slopes=options.get("alibi_slopes"), s_aux=given.get("sinks"),
-        window_size=list(options.get("window_size", (-1, -1))), block_table=requests.block_table,
-        softcap=given.get("logits_soft_cap", 0), scheduler_metadata=None, q_descale=None,
-        k_descale=None, v_descale=None, num_splits=0,
-    )  # fmt: skip
-    requests.check(out, softmax_scale=0.2, causal=True, **options)

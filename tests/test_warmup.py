@@ -1,7 +1,6 @@
 """Warming up: which kernels a model can need, and that they are on disk afterwards."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -123,35 +122,26 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
     ("error", "options", "message"),
     [
         (ValueError, {"heads": None}, "heads and head_dim must be given, .* got heads None and"),
-        (ValueError, {"head_dim": None}, "a preset; got heads .2, 2. and head_dim None"),
         (ValueError, {"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
         (ValueError, {"preset": "gpt-oss", "head_dim": 64}, "says .* with head_dim=64 .--head-dim"),
         (ValueError, {"preset": "gpt-oss", "causal": False}, "not go with causal=False .--full.$"),
-        (ValueError, {"preset": "gpt-oss", "window_size": (5, 0)}, "5, right=0. .--window.$"),
-        (ValueError, {"preset": "gpt-oss", "softcap": 3.0, "sinks": True}, "p., sinks=True .--si"),
         (ValueError, {"preset": "gpt-oss", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.*"),
         (ValueError, {"heads": (3, 2)}, "heads must be .* got 3,2"),
-        (ValueError, {"heads": (2, 0)}, "heads must be .* got 2,0"),
         (ValueError, {"heads": (10**11, 1)}, "heads must be at most 1024 .* got 1000"),
         (ValueError, {"heads": (2,)}, "heads must be two integers .* got .2,."),
         (ValueError, {"head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
         (ValueError, {"head_dim_v": 512}, "head_dim_v must be .* got 512"),
         (ValueError, {"dtype": "fp8"}, "dtype must be bf16 or fp16"),
         (ValueError, {"window_size": (-2, 0)}, "window_size must be two"),
-        (ValueError, {"window_size": (1, 2, 3)}, "window_size must be two"),
         (ValueError, {"softcap": -1.0}, "softcap must be 0 .* got -1.0"),
-        (ValueError, {"softcap": math.nan}, "softcap must be 0 .* got nan"),
         (ValueError, {"rotary": "all"}, "rotary must be one of .* 'all'"),
         (ValueError, {"head_dim": 72}, "rotary must be 'none' with head_dim 72"),
         (ValueError, {"page_sizes": (-1,)}, "page_sizes must be 0 or more"),
         (ValueError, {"calls": ("vllm",)}, "calls must be .* got .'vllm'"),
-        (ValueError, {"calls": ()}, "calls must be some of"),
-        (ValueError, {"calls": (["dense"],)}, "calls must be some of"),
         (ValueError, {"calls": ("paged",), "page_sizes": (0,)}, "page_sizes must .* got .0,."),
         (ValueError, {"processes": 0}, "processes must be 1 or more, got 0"),
         *((TypeError, {name: value}, f"^{name} must be ") for name, value in (
-            ("heads", 2), ("heads", "2,2"), ("heads", (2.0, 2)), ("head_dim", "64"),
-            ("head_dim_v", True), ("window_size", 5), ("window_size", (1.5, 0)),
+            ("heads", "2,2"), ("head_dim_v", True), ("window_size", (1.5, 0)),
             ("softcap", "30"), ("page_sizes", 64), ("page_sizes", (64.0,)), ("processes", 1.5),
             ("calls", "dense"), ("calls", None), ("causal", "no"), ("sinks", 1),
         )),
@@ -415,7 +405,6 @@ DEEPSEEK = {
 }  # fmt: skip
 
 GPT2 = {"model_type": "gpt2", "n_head": 12, "n_embd": 768}
-GPT_NEO = {"model_type": "gpt_neo", "num_heads": 16, "hidden_size": 2048}
 BERT = {"model_type": "bert", "num_attention_heads": 12, "hidden_size": 768}
 
 
@@ -423,14 +412,12 @@ BERT = {"model_type": "bert", "num_attention_heads": 12, "hidden_size": 768}
     ("config", "model"),
     [
         (LLAMA, PRESETS["llama3-8b"]),
-        (LLAMA | {"num_key_value_heads": None}, Model(32, 32, 128, 128)),
         ({"text_config": LLAMA, "vision_config": {}}, PRESETS["llama3-8b"]),
         (GEMMA, replace(PRESETS["gemma2-9b"], dtype="float16")),
         (OSS, PRESETS["gpt-oss"]),
         (DEEPSEEK, Model(128, 128, 192, 128)),
         (GPT2, Model(12, 12, 64, 64)),
         (GPT2 | {"multi_query": True}, Model(12, 1, 64, 64)),
-        (GPT_NEO, Model(16, 16, 128, 128)),
         (BERT | {"is_decoder": True}, Model(12, 12, 64, 64)),
         (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, PRESETS["llama3-8b"]),
         (
@@ -460,19 +447,14 @@ SLIDING = LLAMA | {"sliding_window": 9}
         (None, "preset must be a model's config.json, got .*No such file"),
         ("{", "preset must be a model's config.json"),
         ("[" * 100_000, "preset must be a model's config.json, got .* recursion"),
-        ([], "it holds no object"),
-        ({}, "must have an integer 'num_attention_heads', got None; else .*--heads and --head-dim"),
         (BERT, "of a causal decoder, got .* of 'bert': .*causal=False.*--full"),
-        (LLAMA | {"is_encoder_decoder": True}, "of a causal decoder"),
         ({"num_attention_heads": "8"}, "integer 'num_attention_heads', got '8'"),
         (LLAMA | {"torch_dtype": "float32"}, "dtype must be bf16 or fp16"),
         (LLAMA | {"hidden_size": 32 * 512}, "head_dim must be a multiple of 8 up to"),
         (SLIDING | {"layer_types": ["chunked"]}, "must have layer_types of .* got 'chunked'"),
         (SLIDING | {"layer_types": ["conv"]}, "must have layer_types of .* got none of them"),
-        (SLIDING | {"layer_types": [[]]}, r"layer_types .* got \[\]"),
         (SLIDING | {"layer_types": 5}, "a list 'layer_types', got 5"),
         (LLAMA | {"sliding_window": "9"}, "an integer 'sliding_window', got '9'"),
-        (LLAMA | {"sliding_window": -1}, "a positive 'sliding_window', got -1"),
         (LLAMA | {"attn_logit_softcapping": [1]}, "number 'attn_logit_softcapping'"),
         (LLAMA | {"attn_logit_softcapping": 10**400}, "has a softcap above 3.4e"),
         (LLAMA | {"text_config": [1]}, r"an object 'text_config', got \[1\]"),
