@@ -1,42 +1,21 @@
-"""Dropout: its random numbers, which of them a kernel's thread draws, and what is refused."""
+"""Dropout: its random numbers, its mask, and what is refused. Kernels: test_dropout_attention."""
 
-from dataclasses import replace
-
-import cutlass
-import cutlass.cute as cute
 import numpy as np
 import pytest
 import torch
-from cutlass import Int32, Uint32
-from cutlass.cute.runtime import from_dlpack
 from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import Recipe
-from test_compile import spec_of
 from varlen_problems import VarlenProblem
 
 import fa3
-from fa3.kernels.backward import Backward
-from fa3.kernels.backward_launch import MMA_GROUPS
-from fa3.kernels.backward_roles import score_coords
-from fa3.planning.backward import choose_backward_config
-from fa3.primitives.attention import Mmas
-from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import (
     PHILOX_ROUNDS,
-    WORDS,
-    DropoutArguments,
-    RandomWords,
-    TileDropout,
-    TransposedDropout,
     key_steps,
     philox,
     threshold_of,
 )
-from fa3.primitives.gradient_mmas import GradientMmas
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 from fa3.reference.dropout import Dropout
-from fa3.schedules import Dynamic, Tile
 
 SEED = 0x3A1F_5C77_90AB_CDEF
 STATE = torch.tensor([SEED])
@@ -54,8 +33,6 @@ def leaves(heads: int = 2) -> list[torch.Tensor]:
     """Return q, k and v that require grad."""
     return [x.requires_grad_() for x in make_operands(make_problem(2, 70, 90, heads, head_dim=32))]
 
-
-OPTIONS = "--gpu-arch sm_90a"
 
 # ------------------------------------------------------------------------------------- Philox
 
@@ -194,187 +171,6 @@ def test_positions_near_the_ends_of_32_bits():
     found = Dropout(STATE, 0.5).keeps(at)
     place = np.array([2**31 - 2])
     assert found.tolist() == is_kept(numbers(SEED, at.batch, at.head, place, place), 0.5).tolist()
-
-
-# ----------------------------------------------------------------- what threads of kernels draw
-
-
-class Exchange:
-    """Shuffles between lanes on the host, where threads run one after another.
-
-    So they run twice: at first each writes what it gives, then each reads what it gets.
-    """
-
-    def begin(self, is_over: bool, given: cute.Tensor, thread, block):
-        """The next shuffles are those of this thread. `given`: (shuffles, threads, blocks)."""
-        self.is_over, self.given, self.thread, self.block = is_over, given, thread, block
-        self.count = 0
-
-    def lane(self) -> Int32:
-        return self.thread % WARP
-
-    def shuffle(self, word: Uint32, offset: int) -> Uint32:
-        i, self.count = self.count, self.count + 1
-        if not self.is_over:
-            self.given[i, self.thread, self.block] = Int32(word)
-            return word
-        return Uint32(self.given[i, self.thread ^ offset, self.block])
-
-
-@pytest.fixture
-def exchange(monkeypatch) -> Exchange:
-    """Run what kernels compute for a whole warp by each thread alone."""
-    exchange = Exchange()
-    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
-    monkeypatch.setattr(cute.arch, "lane_idx", exchange.lane)
-    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", exchange.shuffle)
-    return exchange
-
-
-@cute.jit
-def write_words(
-    words: cute.Tensor,
-    places: cute.Tensor,
-    given: cute.Tensor,
-    rng_state: cute.Tensor,
-    tile_n: cutlass.Constexpr,
-    exchange: cutlass.Constexpr,
-    tile: tuple[Int32, ...],
-):
-    """Write what each thread of a warpgroup draws of a block of keys, and of which pair it is.
-
-    Args:
-        words: (pairs, threads, blocks), int32.
-        places: (2, pairs, threads, blocks): the query and the first key.
-        given: what threads give one another, see `Exchange`.
-    """
-    m_block, head, batch = tile
-    mmas = Mmas.of(cutlass.BFloat16, tile_n, 64)
-    for is_over in cutlass.range_constexpr(2):
-        for thread in cutlass.range(WARPGROUP):
-            coords = ScoreCoords.of(
-                mmas.qk, thread, (ROWS, tile_n), m_block * ROWS, Tile(m_block, head, batch)
-            )
-            arguments = DropoutArguments(rng_state, Int32(0), 0.0)
-            drawn = RandomWords.of(arguments, arguments.seed(), batch, head)
-            for n_block in cutlass.range(words.shape[2]):
-                of_thread = exchange, (is_over, given, thread, n_block)
-                write_pairs(words, places, TileDropout(drawn, coords, None), *of_thread)
-
-
-def write_pairs(words, places, dropout: TileDropout, exchange: Exchange, of_thread: tuple):
-    exchange.begin(*of_thread)
-    coords, (thread, n_block) = dropout.coords, of_thread[2:]
-    for i, word in enumerate(dropout.of_pairs(n_block)):
-        words[i, thread, n_block] = Int32(word)
-        places[0, i, thread, n_block] = coords.query(i % 2)
-        places[1, i, thread, n_block] = coords.first_key(n_block) + coords.column_steps[i // 2 * 2]
-
-
-def to_write(pairs: int, threads: int, blocks: int) -> list[torch.Tensor]:
-    """Return words, places and what is given; two words are, of a counter for two squares."""
-    given = -(-pairs // (2 * WORDS)) * 2
-    return [
-        torch.zeros(*sizes, threads, blocks, dtype=torch.int32)
-        for sizes in ((pairs,), (2, pairs), (given,))
-    ]
-
-
-def check_words(words: torch.Tensor, places: torch.Tensor, is_transposed: bool, tile: tuple):
-    """Assert that pairs of 16-bit numbers are those of their places."""
-    _, head, batch = tile
-    for half in range(2):
-        number = words.numpy() >> 16 * half & 0xFFFF
-        query, key = places[0].numpy().astype(np.int64), places[1].numpy().astype(np.int64)
-        query, key = (query + half, key) if is_transposed else (query, key + half)
-        assert np.array_equal(number, numbers(SEED, batch, head, query, key))
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("tile_n", [80, 128])
-def test_what_threads_of_the_forward_kernel_draw(tile_n, exchange):
-    tile, num_blocks = (5, 3, 7), 3
-    words, places, given = to_write(ROWS * tile_n // WARPGROUP // 2, WARPGROUP, num_blocks)
-    tensors = [from_dlpack(x) for x in (words, places, given, STATE)]
-    sizes = tuple(map(Int32, tile))
-    run = cute.compile(write_words, *tensors, tile_n, exchange, sizes, options=OPTIONS)
-    run(*tensors, tuple(map(Int32, tile)))
-    # Each pair of the tile has one thread.
-    assert len(places.flatten(1).T.unique(dim=0)) == words.numel()
-    assert (places[1] % 2 == 0).all() and places[1].max() == num_blocks * tile_n - 2
-    check_words(words, places, False, tile)
-
-
-@cute.jit
-def write_transposed_words(
-    words: cute.Tensor,
-    places: cute.Tensor,
-    given: cute.Tensor,
-    rng_state: cute.Tensor,
-    kernel: cutlass.Constexpr,
-    exchange: cutlass.Constexpr,
-    tile: tuple[Int32, ...],
-):
-    """As `write_words`, by all MMA warpgroups; before `movmatrix` has transposed the words.
-
-    Args:
-        words: (pairs, parts x threads, blocks).
-        places: (2, pairs, parts x threads, blocks): the first query and the key of what comes of a
-            word.
-    """
-    n_block, head, batch = tile
-    config = kernel.config
-    mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
-    for is_over in cutlass.range_constexpr(2):
-        for i in cutlass.range_constexpr(config.q_splits * MMA_GROUPS):
-            part, group = i // MMA_GROUPS, i % MMA_GROUPS
-            for thread in cutlass.range(WARPGROUP):
-                coords = score_coords(config, mmas, thread, group, Tile(n_block, head, batch))
-                arguments = DropoutArguments(rng_state, Int32(0), 0.0)
-                of_part = coords.shifted(part * config.queries)
-                dropout = TransposedDropout(arguments, arguments.seed(), of_part)
-                for m_block in cutlass.range(words.shape[2]):
-                    of_thread = exchange, (is_over, given, i * WARPGROUP + thread, m_block)
-                    write_transposed_pairs(words, places, dropout, *of_thread)
-
-
-def write_transposed_pairs(
-    words, places, dropout: TransposedDropout, exchange: Exchange, of_thread: tuple
-):
-    exchange.begin(*of_thread)
-    coords, (thread, m_block) = dropout.coords, of_thread[2:]
-    count = words.shape[0]
-    for pair, word in dropout.of_pairs(dropout.words(), m_block, count, count // WORDS):
-        words[pair, thread, m_block] = Int32(word)
-        places[0, pair, thread, m_block] = (
-            coords.first_query(m_block) + coords.column_steps[pair // 2 * 2]
-        )
-        places[1, pair, thread, m_block] = coords.key(pair % 2)
-
-
-def movmatrix(words: torch.Tensor) -> torch.Tensor:
-    """Transpose 8 x 8 numbers, two in the word of each of 32 lanes: (pairs, threads, blocks)."""
-    lanes = words.view(len(words), -1, 8, 4, words.shape[2])
-    halves = torch.stack((lanes & 0xFFFF, lanes >> 16 & 0xFFFF), dim=4)
-    turned = halves.flatten(3, 4).transpose(2, 3).unflatten(3, (4, 2))
-    return (turned[..., 0, :] | turned[..., 1, :] << 16).reshape(words.shape)
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, exchange):
-    spec = replace(spec_of(head_dim, "full", head_dim_v=head_dim_v), has_dropout=True)
-    kernel = Backward(spec, choose_backward_config(spec), Dynamic)
-    config, tile, num_blocks = kernel.config, (5, 3, 7), 3
-    pairs = ROWS * config.queries // WARPGROUP // 2
-    threads = config.q_splits * MMA_GROUPS * WARPGROUP
-    words, places, given = to_write(pairs, threads, num_blocks)
-    tensors = [from_dlpack(x) for x in (words, places, given, STATE)]
-    sizes = tuple(map(Int32, tile))
-    run = cute.compile(write_transposed_words, *tensors, kernel, exchange, sizes, options=OPTIONS)
-    run(*tensors, sizes)
-    assert words.shape[1] % WARP == 0 and len(places.flatten(1).T.unique(dim=0)) == words.numel()
-    check_words(movmatrix(words), places, True, tile)
 
 
 # ------------------------------------------------------------------------------ what is refused

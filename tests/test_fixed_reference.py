@@ -2,7 +2,6 @@
 
 import math
 import random
-import runpy
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from reference import check_attention, dense
 from score_problems import RelativeBias
 
 import fa3
-from fa3 import settings
 from fa3.calls.forward import PreparedCall
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
@@ -26,8 +24,8 @@ from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_referen
 from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
 from fa3.problem import Problem, Window
-from fa3.schedules import SCHEDULES, TileList, TileOrder
-from fa3.schedules.marked import ANY, MARKS_HEADER, MOST_WARPS, RecomputeMask
+from fa3.schedules import SCHEDULES, TileList
+from fa3.schedules.marked import ANY, MOST_WARPS, RecomputeMask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -90,34 +88,9 @@ def test_a_variable_turns_it_off(monkeypatch):
     assert not plan_forward(LARGE).config.fixed_reference
 
 
-def test_the_variable_is_read(monkeypatch):
-    monkeypatch.setitem(settings.SETTINGS, "FA3_REFERENCE", "following")
-    assert runpy.run_path(tilings.__file__)["REFERENCE"] == "following"
-
-
 def test_the_second_launch_needs_no_cluster():
     config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
     assert config.recompute == ForwardConfig(128, 128, q_stages=2)
-
-
-@pytest.mark.parametrize(
-    "order", [TileOrder(5, 3, 4, 5), TileOrder(1, 1, 1, 1), TileOrder(8, 4, 2, 8)]
-)
-def test_every_tile_has_marks_of_its_own(order):
-    marks = RecomputeMask(None, order)
-    words = [marks.rows(i, warp) for i in range(order.num_tiles) for warp in range(MOST_WARPS)]
-    words += [marks.group(i) for i in range(-(-order.num_tiles // 32))]
-    assert sorted(words) == list(range(MARKS_HEADER, marks.size))
-
-
-@pytest.mark.parametrize("cluster", [{}, {"cluster_m": 2}, {"cluster_h": 2}])
-def test_both_launches_number_tiles_alike(cluster):
-    """The first one marks tiles of CTAs by the numbers that they have for the second."""
-    problem = make_problem(3, 5000, 5000, 3, 2, 128, CAUSAL)
-    plan = plan_forward(problem, config=ForwardConfig(128, 128, fixed_reference=True, **cluster))
-    first, again = plan.schedule.order, plan.recompute.schedule.order
-    heads = first.heads_per_section * plan.config.cluster_h
-    assert again == TileOrder(40, 6, 3, heads)
 
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():

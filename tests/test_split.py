@@ -1,6 +1,5 @@
 """Every key block exactly once, in pieces of equal size, with parts where the merge looks."""
 
-import itertools
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -19,17 +18,13 @@ from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
 from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.planning import decode
-from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import Window
 from fa3.schedules.stream_k import (
     ONE_IDLE_IN,
-    Chunks,
     CtaGroups,
     FixedSplit,
     NoSplit,
     StreamK,
-    crew_width,
-    locate_among_equals,
     walks,
 )
 
@@ -128,24 +123,6 @@ def test_a_crew_reads_neighbouring_heads_at_once():
             assert heads == tuple(range(heads[0], heads[0] + 4)) and heads[0] % 4 == 0
 
 
-@pytest.mark.parametrize(
-    ("heads", "tiles", "ctas", "width"),
-    [
-        (8, 16 * 8, 132, 8),
-        (4, 5 * 4, 132, 4),
-        (10, 100, 132, 10),
-        (6, 12, 132, 6),
-        (1, 128, 132, 1),
-        (200, 200, 132, 25),
-        (8, 33 * 8, 132, 1),
-        (8, 8, 1, 1),
-        (7, 7, 9, 1),
-    ],
-)
-def test_widths_of_crews(heads, tiles, ctas, width):
-    assert crew_width(heads, tiles, ctas) == width
-
-
 @given(calls())
 def test_parts_are_where_the_record_says_in_the_order_of_keys(call):
     cut, parts = call[0], defaultdict(list)
@@ -186,17 +163,6 @@ def test_units_do_not_depend_on_the_neighbours(call, num_ctas):
     assert together == cuts_of_last(alone, blocks[-1:], num_ctas)
 
 
-@given(calls(cuts=("stream", "crews", "whole")))
-def test_a_walk_is_in_the_order_of_the_line(call):
-    cut, blocks, *rest = call
-    for walk in walks(cut, HostLengths(blocks), *rest):
-        cursor, seen = walk.first(), []
-        while walk.is_valid(cursor):
-            seen.append(cursor.position)
-            cursor = walk.next(cursor)
-        assert seen == sorted(set(seen))
-
-
 @given(calls(), st.data())
 def test_a_walk_begins_in_a_sequence_even_if_lengths_change(call, data):
     """They may, where they are read before the kernel that appends has ended."""
@@ -206,33 +172,6 @@ def test_a_walk_begins_in_a_sequence_even_if_lengths_change(call, data):
         cursor = replace(walk, lengths=HostLengths(changed)).first()
         assert cursor.length in changed
         assert 0 <= cursor.tile < walk.tiles(cursor.length) and cursor.batch <= len(blocks)
-
-
-@given(st.integers(0, 3000), st.integers(1, 200))
-def test_pieces_are_contiguous_and_equal(total, num_ctas):
-    pieces = Chunks.even(total, PlainDivisor(num_ctas))
-    begins = [pieces.begin(cta) for cta in range(num_ctas + 1)]
-    assert begins[0] == 0 and begins[-1] == total
-    sizes = [end - begin for begin, end in itertools.pairwise(begins)]
-    assert max(sizes) - min(sizes) <= 1
-    for cta, size in enumerate(sizes):
-        for position in range(begins[cta], begins[cta] + size):
-            assert pieces.crew_of(position) == cta
-
-
-@given(
-    st.integers(1, 90), st.integers(1, 40), st.integers(1, 3), st.integers(1, 4),
-    st.sampled_from((1, 2, 7, 132)),
-)  # fmt: skip
-def test_among_equal_sequences_a_division_finds_the_place(
-    num_sequences, num_blocks, num_m_blocks, num_heads, num_ctas
-):
-    lengths = HostLengths([(2, 2 + num_blocks)] * num_sequences)
-    sizes = PlainDivisor(num_m_blocks), num_heads, PlainDivisor(num_ctas)
-    for cut in (NoSplit(), CtaGroups(num_ctas, 1)):
-        for walk in walks(cut, lengths, num_m_blocks, num_heads, num_ctas):
-            place = locate_among_equals(type(cut), lengths, *sizes, walk.crew.number, int)
-            assert place == walk.place
 
 
 def metadata(seqlens, seqlen_q=1, heads=(8, 8), **options):

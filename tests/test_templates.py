@@ -11,7 +11,6 @@ import fa3
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.problem import AttentionSpec
-from fa3.running import compiler
 from fa3.schedules import StaticPersistent
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap, bind
@@ -99,36 +98,6 @@ def test_constants_that_only_compare_equal_are_told_apart(first, second):
     assert Template.of(Scaled(first)) == Template.of(Scaled(first))
 
 
-def test_classes_made_by_a_function_do_not_collide():
-    def make(factor):
-        @dataclass(frozen=True)
-        class Scale(fa3.Score):
-            def score(self, logit, at):
-                return logit * factor
-
-            def reference(self, logits, at):
-                return logits * factor
-
-        return Scale()
-
-    scores = [make(factor) for factor in (0.5, 1.0, 2.0)]
-    assert len({type(score).__qualname__ for score in scores}) == 1
-    assert len({Template.of(score) for score in scores}) == 3
-    q, k, v = torch.randn(3, 1, 50, 2, 32).bfloat16()
-    outs = [fa3.flash_attn_func(q, k, v, score=score) for score in scores]
-    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
-    assert torch.equal(outs[0], fa3.flash_attn_func(q, k, v, score=scores[0]))
-
-
-def test_equal_objects_share_a_compile(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(compiler.cute, "compile", lambda kernel, *_, **__: compiled.append(kernel))
-    monkeypatch.setattr(compiler, "LOADED", {})
-    for score in (biased(), biased(left=(9,)), biased(), biased(reach=7), biased(reach=3)):
-        compiler.load_kernel(kernel_of(score))
-    assert compiled == [kernel_of(biased()), kernel_of(biased(reach=7))]
-
-
 def test_kernels_with_functions_of_the_user_s_are_not_kept_on_disk():
     """A method may use names of its module, of which the key says nothing."""
     assert kernel_of(Softcap(30.0)).is_storable
@@ -141,15 +110,6 @@ def test_kernels_with_functions_of_the_user_s_are_not_kept_on_disk():
 
 
 # ---------------------------------------------------------------------------- taking and giving
-
-
-def test_binding_gives_the_object_back():
-    score = biased()
-    tensors = iter([score.left, score.right, "the next one"])
-    bound = Template.of(score).bind(tensors)
-    assert type(bound) is Biased and bound.reach == 3
-    assert bound.left is score.left and bound.right is score.right
-    assert next(tensors) == "the next one"
 
 
 def test_tensors_are_taken_by_scores_then_mask_then_sinks():

@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import fa3
 from fa3.__main__ import main
 from fa3.calls import tuned_plans
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.tuned_plans import forget_plans, plan_call, plans_path
+from fa3.calls.tuned_plans import plan_call, plans_path
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.planner import CHOICES, plan_dense, plan_forward
 from fa3.problem import Problem, Window
@@ -39,8 +38,6 @@ SHORT = make_problem(1, 300, 300, 1, 4, 64)
 
 FEW = make_problem(1, 4, 3000, 4, 4, 64, CAUSAL)
 """The planner chooses the decode kernel for it."""
-
-OTHER_GPU = Gpu("NVIDIA H100 80GB HBM3", 132, 26 << 20)
 
 
 @pytest.fixture
@@ -95,11 +92,6 @@ class Stopwatch:
 def tuned_to(problem: Problem, name: str, us: float = 90.0, gpu: Gpu = H200) -> None:
     """Tune a problem on a GPU on which the plan of this name takes so long, and others 100 us."""
     tune([problem], gpu, Stopwatch(**{name: us}))
-
-
-def rivals(problem: Problem) -> list[str]:
-    """The names of the plans that are measured but are not the planner's choice."""
-    return [plan.name for plan in plans_to_measure(problem, H200)[1:]]
 
 
 # ----------------------------------------------------------------------------- what is measured
@@ -226,27 +218,14 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
     assert plan_call(SHORT, H200).name == "packed"
 
 
-def test_a_process_keeps_its_plans(compiler, monkeypatch):
-    """So its results keep their bits."""
-    before = plan_call(SHORT, H200)
-    tuned_to(SHORT, "packed")
-    assert plan_call(SHORT, H200) == before
-    next_process(monkeypatch)
-    assert plan_call(SHORT, H200).name == "packed"
-
-
 # ------------------------------------------------------------------------------------ the file
 
 
 SPOILT = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:100]),
-    "foreign": lambda path: path.write_bytes(b"something else"),
-    "writable": lambda path: path.chmod(0o666),
-    "a link": lambda path: path.rename(path.with_name("other")) and path.symlink_to("other"),
     "of another GPU": lambda path: code_cache.write(
         path, b'{"gpu": "NVIDIA H100 80GB HBM3", "plans": {}}'
     ),
-    "without plans": lambda path: code_cache.write(path, b"[]"),
 }
 
 
@@ -263,31 +242,6 @@ def test_a_file_that_is_not_whole_is_ignored_and_written_anew(spoil, compiler, m
         tuned_to(SHORT, "packed")
     next_process(monkeypatch)
     assert plan_call(SHORT, H200).name == "packed"
-
-
-def test_threads_that_tune_lose_no_plan(compiler, monkeypatch):
-    problems = [replace(SHORT, batch=batch) for batch in range(1, 17)]
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(tuned_to, problem, rivals(problem)[-1]) for problem in problems]:
-            done.result()
-    next_process(monkeypatch)
-    for problem in problems:
-        assert plan_call(problem, H200).name == rivals(problem)[-1]
-
-
-def test_plans_are_forgotten(compiler, folder, monkeypatch):
-    tuned_to(SHORT, "packed")
-    tuned_to(SHORT, "packed", gpu=OTHER_GPU)
-    with monkeypatch.context() as patch:
-        patch.setattr(tuned_plans, "SOURCES", {})
-        tuned_to(SHORT, "packed", gpu=OTHER_GPU)
-    main(["cache", "clear"])
-    assert len(list(folder.glob("*.plans"))) == 3
-    # The name of one GPU may begin with another's.
-    forget_plans("NVIDIA H100")
-    assert len(list(folder.glob("*.plans"))) == 3
-    forget_plans(OTHER_GPU.name)
-    assert list(folder.glob("*.plans")) == [plans_path(H200.name)]
 
 
 # -------------------------------------------------------------------------------- the commands
