@@ -4,8 +4,10 @@ On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with
 """
 
 import os
+from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from fa3.distributed import (
     plan,
     zigzag,
 )
+from fa3.distributed.methods import dense_parts
+from fa3.problem import Window
 
 SIZES = 1, 2, NUM_RANKS
 METHODS = "gather", "ring", "ulysses"
@@ -59,13 +63,18 @@ PACKED_CALLS = [
     if not (method == "gather" and name in NO_PACKED_GATHER)
 ]
 FEW_KERNELS = "causal", "window", "sinks"
-"""Options that are enough on GPUs, where each is several kernels to compile."""
+"""Options that are enough on GPUs, where each is several kernels to compile, and on one rank."""
 
 
 def cases(layouts, calls):
     """Parametrize a test with all calls on the CPU, and with few of them on two GPUs."""
     sized = [(size, layouts[0]) for size in SIZES] + [(NUM_RANKS, one) for one in layouts[1:]]
-    rows = [("cpu", *pair, *one) for pair in sized for one in calls]
+    rows = [
+        ("cpu", *pair, *one)
+        for pair in sized
+        for one in calls
+        if pair[0] > 1 or one[1] in FEW_KERNELS
+    ]
     rows += [("cuda", 2, layouts[0], *one) for one in calls if one[1] in FEW_KERNELS]
     marked = [
         pytest.param(
@@ -271,14 +280,14 @@ def test_keys_of_a_cache_may_be_split(ranks, size):
 
 def decode_wrongly(group):
     q, cache = seeded(1, 2, 2, 16), seeded(1, 8, 2, 16)
-    wrong = {"causal": True}, {"window_size": (4, -1)}, {"alibi_slopes": torch.ones(2)}
+    wrong = {"causal": True}, {"window_size": (4, -1)}, {"s_aux": torch.ones(2)}
     return [refusal(flash_attn_with_kvcache, q, cache, cache, group=group, **x) for x in wrong]
 
 
 @ON_CPU
 def test_what_a_split_cache_refuses(ranks):
     (texts,) = ranks.run(1, decode_wrongly)
-    for text, name in zip(texts, ("causal and", "causal and", "alibi_slopes"), strict=True):
+    for text, name in zip(texts, ("causal and", "causal and", "s_aux"), strict=True):
         assert text.startswith(f"NotImplementedError: {name}")
 
 
@@ -330,6 +339,20 @@ def test_all_ranks_raise_the_same(ranks, changed, method, message):
     texts = ranks.run(ranks.count, call_wrongly, changed, method)
     assert len(set(texts)) == 1
     assert texts[0].startswith(message)
+
+
+def call_with_length_known(group):
+    """Return how many messages about arguments a call sends whose length is known."""
+    q, asked = seeded(1, 6, 4, 16), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_gather_object", lambda *x: asked.append(x))
+        flash_attn_func(q, q, q, layout=zigzag, group=group, causal=True, seqlen=12)
+    return len(asked)
+
+
+@ON_CPU
+def test_ranks_that_know_the_length_compare_nothing(ranks):
+    assert ranks.run(2, call_with_length_known) == [0, 0]
 
 
 WRONG_PACKED = {
@@ -463,6 +486,79 @@ def test_a_rank_that_ends_is_an_error(tmp_path):
         "ended, or it calls something else",
     )
     ranks.stop()
+
+
+def strided(group, method):
+    """Return the largest errors with slices of one tensor, and with v that is k."""
+    x = seeded(2, 24, 6, 32)[..., 8:24]
+    mine, errors = zigzag.shard(x, group=group), []
+    mine = mine.transpose(0, 1).contiguous().transpose(0, 1)
+    for pick in (lambda x: x.split([4, 1, 1], 2), lambda x: (x[:, :, :4], *[x[:, :, 4:]] * 2)):
+        over = partial(flash_attn_func, layout=zigzag, group=group, method=method)
+        pairs = []
+        for leaf, attend in ((x, fa3.flash_attn_func), (mine, over)):
+            leaf = leaf.detach().requires_grad_()
+            out = attend(*pick(leaf), causal=True, deterministic=True)
+            pairs.append([out, *torch.autograd.grad(out.float().square().sum(), leaf)])
+        whole, part = pairs
+        for one, other in zip(whole, part, strict=True):
+            errors.append((zigzag.shard(one, group=group) - other).abs().max().item())
+    return errors
+
+
+@ON_CPU
+@pytest.mark.parametrize("method", METHODS)
+def test_tensors_may_be_slices_and_shared(ranks, method):
+    for errors in ranks.run(2, strided, method):
+        assert max(errors) < 0.1, errors
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", [zigzag, contiguous], ids=["zigzag", "contiguous"])
+def test_pieces_bring_what_is_seen_and_gradients_back(layout, num_ranks):
+    """All ranks of an exchange by themselves: rows that are numbers."""
+    windows = (-1, 0), (-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2), (5, -1)
+    for seqlen, window in product((0, 1, 2, 7, 16, 33), windows):
+        chunks = layout.chunks(seqlen, num_ranks)
+        held = [torch.tensor([row for one in x for row in one]) for x in chunks]
+        parts, exchanges = zip(
+            *(dense_parts(chunks, rank, Window(*window)) for rank in range(num_ranks)), strict=True
+        )
+        placed = moved_alone([one.there for one in exchanges], held)
+        for rank, keys in enumerate(placed):
+            for part in parts[rank]:
+                queries, seen = held[rank][part.rows], keys[part.keys]
+                left, right = part.options["window_size"]
+                places = torch.arange(len(queries)) + len(seen) - len(queries)
+                for query, place in zip(queries.tolist(), places.tolist(), strict=True):
+                    first = 0 if left < 0 else max(place - left, 0)
+                    last = len(seen) if right < 0 else place + right + 1
+                    first_row = 0 if window[0] < 0 else max(query - window[0], 0)
+                    last_row = seqlen if window[1] < 0 else min(query + window[1] + 1, seqlen)
+                    assert seen[first:last].tolist() == list(range(first_row, last_row))
+        # Each rank adds 1 to each row that it has got.
+        returned = moved_alone([one.back for one in exchanges], [x * 0 + 1 for x in placed])
+        for rank, sums in enumerate(returned):
+            for rows, places in exchanges[rank].added:
+                sums[rows] += sums[places]
+            counts = torch.stack([torch.isin(held[rank], x) for x in placed]).sum(0)
+            assert torch.equal(sums[: len(held[rank])], counts)
+
+
+def moved_alone(moves, held):
+    """Return what each rank has in the end, if all ranks' messages arrive in order."""
+    messages = defaultdict(list)
+    placed = [torch.full((one.total,), -1) for one in moves]
+    for rank, one in enumerate(moves):
+        for target, rows in one.sent:
+            messages[rank, target].append(held[rank][rows])
+        for rows, places in one.kept:
+            placed[rank][places] = held[rank][rows]
+    for rank, one in enumerate(moves):
+        for source, places in one.received:
+            placed[rank][places] = messages[source, rank].pop(0)
+    assert not any(messages.values()) and not any((x == -1).any() for x in placed)
+    return placed
 
 
 PLANS = [

@@ -4,15 +4,14 @@ import inspect
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fa3.calls.call import AttentionCall
 from fa3.calls.forward import describe_dense
 from fa3.calls.operands import operand_of
 from fa3.complaints import shown
-from fa3.distributed.exchange import Group, agree_on_rows, group_of
+from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, group_of
 from fa3.distributed.layouts import Documents, SequenceLayout
-from fa3.distributed.methods import RankMethod, method_of, window_of
+from fa3.distributed.methods import method_of, window_of
 from fa3.distributed.planning import methods_for
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
@@ -57,8 +56,8 @@ def flash_attn_func(
         method: "gather", "ring" or "ulysses", which needs heads_q to be a multiple of the group's
             size. Key/value heads are repeated where they are too few. "auto" takes what `plan`
             says: "gather" or "ulysses".
-        seqlen: rows of the whole sequence, where the ranks are known to agree. None: they tell each
-            other what they were asked for, which the host waits for.
+        seqlen: rows of the whole sequence, where the ranks are known to agree. None, or less than
+            two for each rank: they tell each other what they were asked for; the host waits.
         window_size: not with "ring".
         alibi_slopes: not with "ring", nor with "gather" if keys after a query's position are seen.
         softmax_scale and the others: as `fa3.flash_attn_func` takes them, the same on all ranks.
@@ -116,7 +115,8 @@ def attend_over_ranks(
         check_call(named, group.size(), is_packed)
     except Exception as wrong:  # the other ranks wait for this one
         error = wrong
-    if seqlen is None:
+    # The first call of NCCL hangs if a rank has nothing to send.
+    if seqlen is None or seqlen < 2 * group.size():
         asked = {name: without_rows(value, is_packed) for name, value in named.items()}
         rows = 0 if error else named["q"].shape[not is_packed]
         seqlen = agree_on_rows(named["layout"], group, rows, asked, error)
@@ -129,30 +129,18 @@ def attend_over_ranks(
             f"q must have {rows} of {seqlen} rows by {named['layout']}, got {q.shape[1]}"
         )
     method = method_of(named, split, named["layout"].cu_seqlens if is_packed else (), q, v)
-    out, lse = DistributedAttention.apply(method, named["return_lse"], q, k, v, named["sinks"])
+
+    def run(q, k, v, _):
+        return method.forward(q, k, v, named["return_lse"])
+
+    def run_back(*read):
+        dq, dk, dv, d_sinks = method.backward(*read)
+        return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_sinks
+
+    out, lse = OverRanks.apply(run, run_back, q, k, v, named["sinks"])
     if not named["return_lse"]:
         return out[0] if is_packed else out
     return (out[0], lse[0]) if is_packed else (out, lse)
-
-
-class DistributedAttention(torch.autograd.Function):
-    """Attention over ranks, differentiable once by q, k, v and the sinks."""
-
-    @staticmethod
-    def forward(ctx, method: RankMethod, returns_lse: bool, q, k, v, sinks):
-        """Return out and the log-sum-exp, which may be None if it is not wanted."""
-        out, lse, saved = method.forward(q, k, v, returns_lse)
-        ctx.method = method
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None):
-        """Return the gradients of q, k, v and the sinks."""
-        dq, dk, dv, d_sinks = ctx.method.backward(d_out, d_lse, *ctx.saved_tensors)
-        return None, None, dq, dk.to(dq.dtype), dv.to(dq.dtype), d_sinks
 
 
 def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:

@@ -3,11 +3,15 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache as attend_alone
 from fa3.calls.options import as_pair, check_window, flag
-from fa3.distributed.exchange import ALL_GATHER, Group, group_of
+from fa3.distributed.exchange import Group, group_of
+
+# Torch 2.13 renamed it; 2.10 has only the old name.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 LSE_COLUMNS = 4
 """Columns that a row's log-sum-exp takes next to its output: 16 bytes, so that rows are aligned."""
@@ -59,14 +63,14 @@ def flash_attn_with_kvcache(
             "causal and window_size are not supported with keys split among ranks, but for causal "
             "with a single query"
         )
-    for name in ("alibi_slopes", "rotary_cos", "rotary_sin", "cu_seqlens_q", "out"):
+    for name in ("alibi_slopes", "rotary_cos", "rotary_sin", "cu_seqlens_q", "out", "s_aux"):
         if options.get(name) is not None:
             raise NotImplementedError(f"{name} is not supported with keys split among ranks")
     out, lse = attend_alone(
         q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, return_lse=True,
         sinks=sinks if group.rank() == 0 else None, **options,
     )  # fmt: skip
-    head_dim = out.shape[3]
+    head_dim, return_lse = out.shape[3], return_lse or options.get("return_softmax_lse", False)
     part = lse.new_empty(*out.shape[:3], head_dim + LSE_COLUMNS)
     part[..., :head_dim] = out
     part[..., head_dim] = lse.transpose(1, 2)

@@ -1,27 +1,24 @@
-"""What the ranks of a group send each other: rows, heads, and what they were asked for.
-
-Collectives want the same number of rows of each rank. So rows are padded to the most that a rank
-has, and put in order by an index when they have arrived.
-"""
+"""What the ranks of a group send each other: rows, heads, and what they were asked for."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from fa3.complaints import shown
+from fa3.distributed.pieces import Exchange, Moves, exchange_of
 
 Group = dist.ProcessGroup | DeviceMesh | None
-
-# Torch 2.13 renamed them; 2.10 has only the old names.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Addressed = tuple[int, torch.Tensor]
+"""A tensor, and the other rank that sends or gets it."""
+Arriving = tuple[list[torch.Tensor], Callable[[], object]]
+"""Tensors, and what waits for those of their rows that are other ranks'."""
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
@@ -50,7 +47,7 @@ class Split:
     chunks: tuple[tuple[range, ...], ...]
     group: dist.ProcessGroup
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """This rank."""
         return self.group.rank()
@@ -65,82 +62,95 @@ class Split:
         """Rows of each rank."""
         return [sum(map(len, chunks)) for chunks in self.chunks]
 
-    def sent_by_one(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's (batch, rows, ...) as (most rows, batch, ...)."""
-        missing, x = max(self.rows) - x.shape[1], x.transpose(0, 1)
-        return (F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).contiguous()
-
-    def sent_by_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, seqlen, ...) as (ranks * most rows, batch, ...)."""
-        return x.transpose(0, 1).index_select(0, orders(self.chunks, x.device)[0])
-
-    def in_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, seqlen, ...): the inverse of `sent_by_all`."""
-        return x.index_select(0, orders(self.chunks, x.device)[1]).transpose(0, 1)
-
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (ranks * most rows, batch, ...) of the ranks' (batch, rows, ...)."""
-        sent = self.sent_by_one(x)
-        received = sent.new_empty(len(self.chunks) * len(sent), *sent.shape[1:])
-        ALL_GATHER(received, sent, self.group)
-        return received
+    @property
+    def everything(self) -> Exchange:
+        """How this rank gets all rows, one rank's after another's."""
+        ends = [0, *accumulate(self.rows)]
+        each = tuple((range(*pair),) for pair in pairwise(ends))
+        return exchange_of(each, ((range(ends[-1]),),) * len(each), self.rank)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
-        return self.in_sequence(self.gathered(x))
-
-    def scattered(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return this rank's (batch, rows, ...) of the sum of what `gathered` is like."""
-        received = sent.new_empty(max(self.rows), *sent.shape[1:])
-        REDUCE_SCATTER(received, sent, group=self.group)
-        return received[: self.rows[self.rank]].transpose(0, 1)
+        (placed,), wait = self.moved(self.everything.there, x)
+        wait()
+        return placed.index_select(1, orders(self.chunks, x.device)[1])
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
-        return self.scattered(self.sent_by_all(x.float())).to(x.dtype)
+        by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
+        return self.sums_back(self.everything, by_rank)[0].to(x.dtype)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
-        by_rank = self.sent_by_one(x).unflatten(2, (len(self.chunks), -1)).movedim(2, 0)
-        return self.in_sequence(self.all_to_all(by_rank.flatten(0, 1)))
+        count, rows = len(self.rows), self.rows[self.rank]
+        sent = x.unflatten(2, (count, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        received = sent.new_empty(sum(self.rows), *sent.shape[1:])
+        dist.all_to_all_single(
+            received, sent.contiguous(), self.rows, [rows] * count, group=self.group
+        )
+        return received.index_select(0, orders(self.chunks, x.device)[1]).transpose(0, 1)
 
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, rows, heads, columns): the inverse of `to_heads`."""
-        by_rank = self.all_to_all(self.sent_by_all(x)).unflatten(0, (len(self.chunks), -1))
-        rows = by_rank[:, : self.rows[self.rank]]
-        return rows.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        count, rows = len(self.rows), self.rows[self.rank]
+        sent = x.transpose(0, 1).index_select(0, orders(self.chunks, x.device)[0])
+        received = sent.new_empty(count * rows, *sent.shape[1:])
+        dist.all_to_all_single(received, sent, [rows] * count, self.rows, group=self.group)
+        return received.unflatten(0, (count, rows)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of all ranks' tensors, which are cut in dimension 0."""
-        received, sent = torch.empty_like(x), x.contiguous()
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received
-
-    def passed_on(self, source: int, *tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Send a rank's (batch, rows, ...) to the next rank; return what waits for other ones.
+    def passed_on(self, source: int, *tensors: torch.Tensor) -> Arriving:
+        """Send a rank's (batch, rows, ...) to the next rank, and return what comes instead.
 
         The previous rank sends rows of the rank before `source`.
         """
-        count = len(self.chunks)
-        rows, sent = self.rows[(source - 1) % count], [x.contiguous() for x in tensors]
-        received = [x.new_empty(len(x), rows, *x.shape[2:]) for x in sent]
-        works = []
+        count, rows = len(self.chunks), slice(None)
         if count == 1:
-            received = list(sent)
-        else:
-            peers = [dist.get_global_rank(self.group, (self.rank + i) % count) for i in (1, -1)]
-            pairs: list[Any] = [(dist.isend, x, peers[0]) for x in sent]
-            pairs += [(dist.irecv, x, peers[1]) for x in received]
-            make: Any = dist.P2POp
-            operations = [make(*one, self.group) for one in pairs if one[1].numel()]
-            works = dist.batch_isend_irecv(operations) if operations else []
+            return list(tensors), list
+        after, before = ((self.rank + i) % count for i in (1, -1))
+        moves = Moves(self.rows[source - 1], ((after, rows),), ((before, rows),), ())
+        return self.moved(moves, *tensors)
 
-        def wait() -> list[torch.Tensor]:
-            for work in works:
-                work.wait()
+    def moved(self, moves: Moves, *tensors: torch.Tensor) -> Arriving:
+        """Return the rows that moves bring of the ranks' (batch, rows, ...).
+
+        This rank's own are in their places at once.
+        """
+        held = [x.transpose(0, 1).contiguous() for x in tensors]
+        placed = [x.new_empty(moves.total, *x.shape[1:]) for x in held]
+        wait = self.post(
+            [(rank, x[rows]) for rank, rows in moves.sent for x in held],
+            [(rank, y[places]) for rank, places in moves.received for y in placed],
+        )
+        for rows, places in moves.kept:
+            for x, y in zip(held, placed, strict=True):
+                y[places] = x[rows]
+        return [y.transpose(0, 1) for y in placed], wait
+
+    def sums_back(self, exchange: Exchange, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums of this rank's rows over all ranks' gradients of what they got."""
+        parts, wait = self.moved(exchange.back, *tensors)
+        wait()
+        for rows, places in exchange.added:
+            for x in parts:
+                x[:, rows] += x[:, places]
+        return [x[:, : self.rows[self.rank]] for x in parts]
+
+    def post(self, sent: Iterable[Addressed], received: Iterable[Addressed]) -> Callable[[], None]:
+        """Begin to send and receive tensors; return what waits for them."""
+        make: Any = dist.P2POp
+        operations = [
+            make(begin, x, group=self.group, group_peer=rank)
+            for begin, pairs in ((dist.isend, sent), (dist.irecv, received))
+            for rank, x in pairs
+            if x.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            while works:
+                works.pop().wait()
             # Until here nothing else may have the memory of what is sent.
-            sent.clear()
-            return received
+            operations.clear()
 
         return wait
 
@@ -149,34 +159,30 @@ class Split:
 def orders(
     chunks: tuple[tuple[range, ...], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence row of each padded row of all ranks, and the other way round.
-
-    Padding stands for row 0; what becomes of it is never read.
-    """
+    """Return the sequence row of each row of all ranks, and the other way round."""
     with torch.inference_mode(False):
-        rows = [torch.cat([torch.arange(c.start, c.stop) for c in of_rank]) for of_rank in chunks]
-        most = max(map(len, rows))
-        to_ranks = torch.cat([F.pad(one, (0, most - len(one))) for one in rows])
-        to_sequence = torch.empty(sum(map(len, rows)), dtype=torch.int64)
-        for rank, one in enumerate(rows):
-            to_sequence[one] = rank * most + torch.arange(len(one))
-        return to_ranks.to(device), to_sequence.to(device)
+        rows = [torch.arange(x.start, x.stop) for held in chunks for x in held]
+        to_ranks = torch.cat([torch.arange(0), *rows])
+        return to_ranks.to(device), to_ranks.argsort().to(device)
 
 
-class Transfer(torch.autograd.Function):
-    """Send tensors, and their gradients back."""
+class OverRanks(torch.autograd.Function):
+    """What ranks compute together, differentiable once."""
 
     @staticmethod
-    def forward(ctx, send: Callable, send_back: Callable, *tensors: torch.Tensor):
-        """Return what `send` returns for each tensor."""
-        ctx.send_back = send_back
-        return tuple(map(send, tensors))
+    def forward(ctx, run: Callable, run_back: Callable, *tensors: torch.Tensor | None):
+        """Return what `run` returns, but for the last: tensors that `run_back` takes last."""
+        *results, saved = run(*tensors)
+        ctx.run_back = run_back
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: torch.Tensor):
-        """Return what `send_back` returns for each gradient."""
-        return None, None, *map(ctx.send_back, gradients)
+    def backward(ctx, *gradients: torch.Tensor | None):
+        """Return what `run_back` returns: a gradient of each tensor, or None."""
+        return None, None, *ctx.run_back(*gradients, *ctx.saved_tensors)
 
 
 def agree_on_rows(

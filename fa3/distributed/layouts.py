@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from fa3.distributed.exchange import Group, Split, Transfer, agree_on_rows, group_of
+from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, group_of
 
 RankChunks = tuple[tuple[range, ...], ...]
 
@@ -53,7 +53,8 @@ class SequenceLayout:
         rows, group = x.movedim(dim, 0)[None], group_of(group)
         asked = {"layout": self, "shape": ("rows", *rows.shape[2:]), "dtype": x.dtype}
         split = self.split(agree_on_rows(self, group, x.shape[dim], asked), group)
-        (whole,) = Transfer.apply(split.whole, split.sums, rows)
+        run, run_back = lambda x: (split.whole(x), ()), lambda gradient: (split.sums(gradient),)
+        (whole,) = OverRanks.apply(run, run_back, rows)
         return whole[0].movedim(0, dim)
 
     def positions(

@@ -12,8 +12,8 @@ Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -24,13 +24,15 @@ from fa3.calls.forward import flash_attn_func
 from fa3.calls.operators import BackwardOptions, gradients_of_call
 from fa3.calls.options import as_pair, check_window, flag
 from fa3.calls.varlen import flash_attn_varlen_func
-from fa3.distributed.exchange import Split, orders
+from fa3.distributed.exchange import Arriving, Split, orders
+from fa3.distributed.pieces import Exchange, Runs, exchange_of, joined, place_of, with_begins
 from fa3.distributed.planning import plan
 from fa3.problem import NO_BOUND, Window
 from fa3.reference.backward import BackwardOperands
 from fa3.reference.varlen import PackedLengths
 
 Optional = torch.Tensor | None
+ALL = slice(None)
 FourGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]
 """Of q, k, v and the sinks. dK and dV may be float32."""
 
@@ -46,6 +48,10 @@ class Alone:
 
     options: dict[str, Any]
     lengths: dict[str, Any] = field(default_factory=dict)
+
+    def but(self, options: Mapping[str, Any]) -> "Alone":
+        """Return this with other options."""
+        return replace(self, options={**self.options, **options})
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Optional = None
@@ -87,89 +93,137 @@ def with_rows(
 
 
 class Seen(NamedTuple):
-    """Attention of some rows of this rank to the keys that they see."""
+    """Rows of this rank, and keys that they see.
+
+    Fields:
+        options: of attention to these keys alone, by name.
+        is_local: whether all of these keys are this rank's.
+    """
 
     rows: slice
     keys: slice
-    attention: Alone
+    options: Mapping[str, Any] = {}
+    is_local: bool = False
 
-    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
+    def forward(
+        self,
+        attention: Alone,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: Optional = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend in tensors with all rows and keys; write these rows of out, or a new tensor."""
+        rows, keys = self.rows, self.keys
+        target = None if out is None else out[:, rows]
+        return attention.but(self.options).forward(q[:, rows], k[:, keys], v[:, keys], target)
+
+    def backward(
+        self, attention: Alone, d_out: Optional, d_lse: Optional, *saved: torch.Tensor
+    ) -> FourGradients:
         """Return the gradients of the rows and the keys, of tensors with all of them."""
-        (q, k, v, out, lse), (rows, keys, attention) = saved, self
+        (q, k, v, out, lse), rows, keys = saved, self.rows, self.keys
         d_out = None if d_out is None else d_out[:, rows]
         d_lse = None if d_lse is None else d_lse[:, :, rows]
         read = q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
-        return attention.backward(d_out, d_lse, *read)
+        return attention.but(self.options).backward(d_out, d_lse, *read)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Each rank gets all keys, for the backward pass again.
+    """Each rank gets the keys that its rows see, for the backward pass again.
 
     Attributes:
         parts: in the order of the rows.
-        order: the rows of `Split.gathered` that the parts count in; None for the whole sequence.
-            It has a row twice at most.
+        exchange: by which this rank gets them.
+        order: of what it gets, in which parts count, and has a row twice at most; or None.
     """
 
     split: Split
+    attention: Alone
     parts: tuple[Seen, ...]
+    exchange: Exchange
     order: Optional = None
 
-    def keys_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' rows of keys or values."""
+    def start(self, *tensors: torch.Tensor) -> Arriving:
+        """Return the rows of keys or values that are seen, and what waits for them."""
+        placed, wait = self.split.moved(self.exchange.there, *tensors)
         if self.order is None:
-            return self.split.whole(x)
-        return self.split.gathered(x).index_select(0, self.order).transpose(0, 1)
+            return placed, wait
+        wait()
+        return [x.index_select(1, self.order) for x in placed], wait
 
-    def sums_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum of all ranks' gradients of `keys_of`."""
-        if self.order is None:
-            return self.split.sums(x)
-        rows = max(self.split.rows) * len(self.split.chunks)
-        sent = x.new_zeros(rows, len(x), *x.shape[2:])
-        return self.split.scattered(sent.index_add_(0, self.order, x.transpose(0, 1)))
+    def sums(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's rows of the sums of all ranks' gradients of `start`."""
+        if self.order is not None:
+            rows = self.exchange.there.total
+            sums = (x.new_zeros(len(x), rows, *x.shape[2:]) for x in tensors)
+            tensors = tuple(
+                x.index_add_(1, self.order, y) for x, y in zip(sums, tensors, strict=True)
+            )
+        return self.split.sums_back(self.exchange, *tensors)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, returns_lse: bool):
         """Return out, the log-sum-exp, and what the backward pass reads."""
-        keys, values = self.keys_of(k), self.keys_of(v)
+        (keys, values), wait = self.start(k, v)
         out, lses = q.new_empty(*q.shape[:-1], v.shape[-1]), []
-        for rows, seen, attention in self.parts:
-            read = q[:, rows], keys[:, seen], values[:, seen]
-            lses.append(attention.forward(*read, out[:, rows])[1])
+        for part in self.parts:
+            if not part.is_local:
+                wait()
+            lses.append(part.forward(self.attention, q, keys, values, out)[1])
+        wait()
         lse = torch.cat(lses, 2)
         return out, lse, (q, k, v, out, lse)
 
     def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
         """Return the gradients."""
         q, k, v, out, lse = saved
-        keys, values = self.keys_of(k), self.keys_of(v)
-        dq, d_sinks = torch.empty_like(q), None
+        (keys, values), wait = self.start(k, v)
+        dq, gradients, d_sinks = torch.empty_like(q), [], None
+        for part in self.parts:
+            if not part.is_local:
+                wait()
+            read = q, keys, values, out, lse
+            dq[:, part.rows], *dkv, more = part.backward(self.attention, d_out, d_lse, *read)
+            if more is not None:
+                d_sinks = more if d_sinks is None else d_sinks + more
+            gradients.append(dkv)
+        wait()
         sums: list[torch.Tensor] = []
         # The last part sees most keys: what it gives becomes the sum.
-        for part in reversed(self.parts):
-            dq[:, part.rows], *dkv, of_part = part.backward(d_out, d_lse, q, keys, values, out, lse)
+        for part, dkv in zip(reversed(self.parts), reversed(gradients), strict=True):
             sums = with_rows(sums, dkv, part.keys, keys.shape[1])
-            d_sinks = of_part if d_sinks is None else d_sinks + of_part
-        dk, dv = map(self.sums_of, sums)
+        dk, dv = self.sums(*sums)
         return dq, dk, dv, d_sinks
 
 
-def dense_parts(split: Split, window: Window, options: dict[str, Any]) -> Iterator[Seen]:
-    """Yield each chunk among this rank's rows, the keys that it sees, and how it attends.
+@functools.lru_cache(maxsize=64)
+def dense_parts(chunks: Runs, rank: int, window: Window) -> tuple[tuple[Seen, ...], Exchange]:
+    """Return this rank's chunks, each with the keys that it sees, and how ranks get them.
 
     Bottom-right alignment puts the chunk's last query at the last of the keys. Where keys after the
     chunk are seen, the window makes up for it.
     """
-    (left, right), seqlen, begin = window, sum(split.rows), 0
-    for chunk in split.own_chunks:
+    (left, right), seqlen = window, sum(len(chunk) for held in chunks for chunk in held)
+
+    def seen_by(chunk: range) -> range:
         first = 0 if left < 0 else max(chunk.start - left, 0)
         last = seqlen if right < 0 else min(chunk.stop + right, seqlen)
-        after = last - chunk.stop
+        return range(first, last if chunk else first)
+
+    wanted = tuple(
+        joined(sorted(map(seen_by, held), key=lambda keys: keys.start)) for held in chunks
+    )
+    own, parts = joined(chunks[rank]), []
+    for chunk, begin in with_begins(chunks[rank]):
+        keys = seen_by(chunk)
+        first = place_of(keys.start, wanted[rank]) if keys else 0
+        after = max(keys.stop - chunk.stop, 0)
         moved = left if left < 0 else left + after, right if right < 0 else right - after
-        attention = Alone(options | {"window_size": moved})
-        yield Seen(slice(begin, begin + len(chunk)), slice(first, last), attention)
-        begin += len(chunk)
+        is_local = any(keys.start in run and keys.stop <= run.stop for run in own)
+        places = slice(begin, begin + len(chunk)), slice(first, first + len(keys))
+        parts.append(Seen(*places, {"window_size": moved}, is_local))
+    return tuple(parts), exchange_of(chunks, wanted, rank)
 
 
 def lengths_of(device: torch.device, **counts: list[int]) -> dict[str, Any]:
@@ -198,7 +252,7 @@ def visible_keys(
     window: Window,
     device: torch.device,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the rows of `Split.gathered` that a rank's chunks see, and the packed lengths."""
+    """Return which rows of all ranks a rank's chunks see, and the packed lengths."""
     (left, right), rows = window, []
     for i, chunk in enumerate(chunks[rank]):
         # Each document has two chunks, of which one or both may be empty.
@@ -215,33 +269,31 @@ class Ring:
     """Keys and values go round.
 
     Attributes:
-        options: for a full or a causal mask.
+        attention: without a mask.
     """
 
     split: Split
-    options: dict[str, Any]
+    attention: Alone
     is_causal: bool
 
     def hops(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield each rank, and its keys and values, while the next ones are under way."""
-        count, rank = len(self.split.chunks), self.split.rank
-        here = [k, v]
+        count, rank, here = len(self.split.chunks), self.split.rank, [k, v]
         for step in range(count):
             source = (rank - step) % count
-            wait = self.split.passed_on(source, *here) if step + 1 < count else None
+            arriving = self.split.passed_on(source, *here) if step + 1 < count else (here, list)
             yield source, here
-            if wait:
-                here = wait()
+            here, wait = arriving
+            wait()
 
     def parts(self, source: int) -> list[Seen]:
         """Return what this rank's rows have to do with the keys of a rank."""
-        split, everything = self.split, slice(None)
+        split, options = self.split, {"sinks": None}
         if source == split.rank:
             # This rank's chunks are in order, so a causal mask is right inside of them.
-            return [Seen(everything, everything, Alone(self.options | {"causal": self.is_causal}))]
-        attention = Alone(self.options | {"sinks": None})
+            return [Seen(ALL, ALL, {"causal": self.is_causal})]
         if not self.is_causal:
-            return [Seen(everything, everything, attention)]
+            return [Seen(ALL, ALL, options)]
         parts, begin = [], 0
 
         def seen_by(chunk: range) -> int:
@@ -250,40 +302,43 @@ class Ring:
         for seen, chunks in groupby(split.own_chunks, seen_by):
             end = begin + sum(map(len, chunks))
             if seen and end > begin:
-                parts.append(Seen(slice(begin, end), slice(0, seen), attention))
+                parts.append(Seen(slice(begin, end), slice(0, seen), options))
             begin = end
         return parts
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, returns_lse: bool):
         """Return out, the log-sum-exp, and what the backward pass reads."""
         for source, (keys, values) in self.hops(k, v):
-            for rows, seen, attention in self.parts(source):
-                part = attention.forward(q[:, rows], keys[:, seen], values[:, seen])
+            for part in self.parts(source):
+                more, more_lse = part.forward(self.attention, q, keys, values)
                 if source == self.split.rank:
-                    out, lse = part[0].float(), part[1]
+                    out, lse = more.float(), more_lse
                 else:
-                    merge_into(out[:, rows], lse[:, :, rows], *part)
+                    merge_into(out[:, part.rows], lse[:, :, part.rows], more, more_lse)
         out = out.to(q.dtype)
         return out, lse, (q, k, v, out, lse)
 
     def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
         """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
         q, k, v, out, lse = saved
-        arriving: Callable[[], list[torch.Tensor]] = list
+        arrived: list[torch.Tensor] = []
+        wait: Callable[[], object] = list
         for source, here in self.hops(k, v):
             sums: list[torch.Tensor] = []
             for part in self.parts(source):
-                dq_part, *dkv, of_part = part.backward(d_out, d_lse, q, *here, out, lse)
+                read = q, *here, out, lse
+                more, *dkv, of_sinks = part.backward(self.attention, d_out, d_lse, *read)
                 if source == self.split.rank:
-                    dq, d_sinks = dq_part.float(), of_part
+                    dq, d_sinks = more.float(), of_sinks
                 else:
-                    dq[:, part.rows] += dq_part
+                    dq[:, part.rows] += more
                 sums = with_rows(sums, dkv, part.keys, here[0].shape[1])
-            arrived = arriving()
+            wait()
             for total, one in zip(sums, arrived, strict=False):
                 total += one
-            arriving = self.split.passed_on(source, *(sums or arrived))
-        dk, dv = arriving()
+            arrived, wait = self.split.passed_on(source, *(sums or arrived))
+        wait()
+        dk, dv = arrived
         return dq.to(q.dtype), dk, dv, d_sinks
 
 
@@ -383,9 +438,9 @@ def method_of(
     if method == "ulysses":
         return Ulysses.of(split, options, whole_documents(ends, q.device), *heads)
     if method == "ring":
-        return Ring(split, options | {"window_size": (NO_BOUND,) * 2}, window.right == 0)
+        return Ring(split, Alone(options | {"window_size": (NO_BOUND,) * 2}), window.right == 0)
     if ends:
         order, lengths = visible_keys(split.chunks, split.rank, ends, window, q.device)
-        part = Seen(slice(None), slice(None), Alone(options, lengths))
-        return Gather(split, (part,), order)
-    return Gather(split, tuple(dense_parts(split, window, options)))
+        parts = (Seen(ALL, ALL),)
+        return Gather(split, Alone(options, lengths), parts, split.everything, order)
+    return Gather(split, Alone(options), *dense_parts(split.chunks, split.rank, window))

@@ -1,0 +1,83 @@
+"""Which rows ranks send each other, so that each gets those of a sequence that it wants."""
+
+import functools
+from collections.abc import Iterable
+from itertools import accumulate, product
+from typing import NamedTuple
+
+Runs = tuple[tuple[range, ...], ...]
+"""Rows of a sequence, of each rank."""
+
+
+class Moves(NamedTuple):
+    """Where a rank's rows go, and where other rows get to.
+
+    Fields:
+        total: rows that the rank has in the end.
+        sent: other ranks, and rows for them; received: other ranks, and places for their rows.
+        kept: rows of the rank, and their places.
+    """
+
+    total: int
+    sent: tuple[tuple[int, slice], ...]
+    received: tuple[tuple[int, slice], ...]
+    kept: tuple[tuple[slice, slice], ...]
+
+
+class Exchange(NamedTuple):
+    """What a rank sends and gets: rows, and their gradients back.
+
+    Fields:
+        there, back: both ways. What comes back begins with the rank's gradients of its own rows.
+        added: rows of the rank, and places where other gradients of theirs come back.
+    """
+
+    there: Moves
+    back: Moves
+    added: tuple[tuple[slice, slice], ...]
+
+
+@functools.lru_cache(maxsize=64)
+def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> Exchange:
+    """Return how a rank gets the rows that it wants, where all ranks want their own rows."""
+    pieces: list[tuple[int, int, slice, slice]] = []
+    for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
+        for (chunk, row), (run, place) in product(with_begins(joined(held)), with_begins(runs)):
+            first, last = max(chunk.start, run.start), min(chunk.stop, run.stop)
+            if first < last and rank in (source, target):
+                rows = slice(first - chunk.start + row, last - chunk.start + row)
+                places = slice(first - run.start + place, last - run.start + place)
+                pieces.append((source, target, rows, places))
+    sent = [(target, rows) for source, target, rows, _ in pieces if target != rank]
+    received = [(source, places) for source, _, _, places in pieces if source != rank]
+    kept = [(rows, places) for source, target, rows, places in pieces if source == target]
+    back: list[tuple[int, slice]] = []
+    end = sum(map(len, chunks[rank]))
+    for target, rows in sent:
+        back.append((target, slice(end, end := end + rows.stop - rows.start)))
+    there = Moves(sum(map(len, wanted[rank])), tuple(sent), tuple(received), tuple(kept))
+    returned = Moves(end, there.received, tuple(back), tuple(pair[::-1] for pair in kept))
+    added = [(rows, places) for (_, rows), (_, places) in zip(sent, back, strict=True)]
+    return Exchange(there, returned, tuple(added))
+
+
+def joined(runs: Iterable[range]) -> tuple[range, ...]:
+    """Return runs, of which those that touch or overlap the one before are one with it."""
+    results: list[range] = []
+    for run in filter(len, runs):
+        if results and results[-1].start <= run.start <= results[-1].stop:
+            run = range(results[-1].start, max(results.pop().stop, run.stop))
+        results.append(run)
+    return tuple(results)
+
+
+def with_begins(runs: Iterable[range]) -> list[tuple[range, int]]:
+    """Return runs, each with the number of rows before it."""
+    runs = tuple(runs)
+    return list(zip(runs, accumulate(map(len, runs), initial=0), strict=False))
+
+
+def place_of(row: int, runs: Iterable[range]) -> int:
+    """Return how many rows of runs are before one of them; 0 if none is it."""
+    places = (begin + row - run.start for run, begin in with_begins(runs) if row in run)
+    return next(places, 0)
