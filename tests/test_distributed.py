@@ -29,7 +29,7 @@ from fa3.distributed import (
     plan,
     zigzag,
 )
-from fa3.distributed.methods import dense_parts
+from fa3.distributed.methods import dense_hop
 from fa3.problem import Window
 
 SIZES = 1, 2, NUM_RANKS
@@ -521,9 +521,8 @@ def test_pieces_bring_what_is_seen_and_gradients_back(layout, num_ranks):
     for seqlen, window in product((0, 1, 2, 7, 16, 33), windows):
         chunks = layout.chunks(seqlen, num_ranks)
         held = [torch.tensor([row for one in x for row in one]) for x in chunks]
-        parts, exchanges = zip(
-            *(dense_parts(chunks, rank, Window(*window)) for rank in range(num_ranks)), strict=True
-        )
+        hops = [dense_hop(chunks, rank, Window(*window)) for rank in range(num_ranks)]
+        parts, exchanges = [one.parts for one in hops], [one.exchange for one in hops]
         placed = moved_alone([one.there for one in exchanges], held)
         for rank, keys in enumerate(placed):
             for part in parts[rank]:

@@ -52,11 +52,6 @@ class Split:
         """This rank."""
         return self.group.rank()
 
-    @property
-    def own_chunks(self) -> tuple[range, ...]:
-        """The chunks of this rank."""
-        return self.chunks[self.rank]
-
     @functools.cached_property
     def rows(self) -> list[int]:
         """Rows of each rank."""
@@ -78,7 +73,8 @@ class Split:
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
         by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
-        return self.sums_back(self.everything, by_rank)[0].to(x.dtype)
+        returned = self.everything, self.moved(self.everything.back, by_rank)
+        return self.sums_back([returned])[0].to(x.dtype)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
@@ -98,18 +94,6 @@ class Split:
         dist.all_to_all_single(received, sent, [rows] * count, self.rows, group=self.group)
         return received.unflatten(0, (count, rows)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
-    def passed_on(self, source: int, *tensors: torch.Tensor) -> Arriving:
-        """Send a rank's (batch, rows, ...) to the next rank, and return what comes instead.
-
-        The previous rank sends rows of the rank before `source`.
-        """
-        count, rows = len(self.chunks), slice(None)
-        if count == 1:
-            return list(tensors), list
-        after, before = ((self.rank + i) % count for i in (1, -1))
-        moves = Moves(self.rows[source - 1], ((after, rows),), ((before, rows),), ())
-        return self.moved(moves, *tensors)
-
     def moved(self, moves: Moves, *tensors: torch.Tensor) -> Arriving:
         """Return the rows that moves bring of the ranks' (batch, rows, ...).
 
@@ -126,14 +110,16 @@ class Split:
                 y[places] = x[rows]
         return [y.transpose(0, 1) for y in placed], wait
 
-    def sums_back(self, exchange: Exchange, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums of this rank's rows over all ranks' gradients of what they got."""
-        parts, wait = self.moved(exchange.back, *tensors)
-        wait()
-        for rows, places in exchange.added:
-            for x in parts:
-                x[:, rows] += x[:, places]
-        return [x[:, : self.rows[self.rank]] for x in parts]
+    def sums_back(self, returns: Iterable[tuple[Exchange, Arriving]]) -> list[torch.Tensor]:
+        """Return the sums of this rank's rows over what comes back, the first with them all."""
+        sums: list[torch.Tensor] = []
+        for exchange, (parts, wait) in returns:
+            wait()
+            sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
+            for rows, places in exchange.added:
+                for total, x in zip(sums, parts, strict=True):
+                    total[:, rows] += x[:, places]
+        return sums
 
     def post(self, sent: Iterable[Addressed], received: Iterable[Addressed]) -> Callable[[], None]:
         """Begin to send and receive tensors; return what waits for them."""

@@ -38,7 +38,8 @@ class SequenceLayout:
 
     def shard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
         """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
-        chunks = self.split(x.shape[dim], group).own_chunks
+        split = self.split(x.shape[dim], group)
+        chunks = split.chunks[split.rank]
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
     def unshard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
@@ -64,8 +65,10 @@ class SequenceLayout:
 
         Documents count from their own beginning.
         """
-        rows = [row for chunk in self.split(seqlen, group).own_chunks for row in chunk]
-        places, starts = torch.tensor(rows, dtype=torch.int64), torch.tensor(self.cu_seqlens)
+        (places,), starts = (
+            self.shard(torch.arange(seqlen)[None], 1, group),
+            torch.tensor(self.cu_seqlens),
+        )
         return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
 
 

@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
     """What a rank sends and gets: rows, and their gradients back.
 
     Fields:
-        there, back: both ways. What comes back begins with the rank's gradients of its own rows.
+        there, back: both ways. What comes back begins with the gradients of rows that were kept.
         added: rows of the rank, and places where other gradients of theirs come back.
     """
 
@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> Exchange:
-    """Return how a rank gets the rows that it wants, where all ranks want their own rows."""
+    """Return how a rank gets the rows that it wants: all of its own rows, or none of them."""
     pieces: list[tuple[int, int, slice, slice]] = []
     for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
         for (chunk, row), (run, place) in product(with_begins(joined(held)), with_begins(runs)):
@@ -52,7 +52,7 @@ def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> Exchange:
     received = [(source, places) for source, _, _, places in pieces if source != rank]
     kept = [(rows, places) for source, target, rows, places in pieces if source == target]
     back: list[tuple[int, slice]] = []
-    end = sum(map(len, chunks[rank]))
+    end = sum(rows.stop - rows.start for rows, _ in kept)
     for target, rows in sent:
         back.append((target, slice(end, end := end + rows.stop - rows.start)))
     there = Moves(sum(map(len, wanted[rank])), tuple(sent), tuple(received), tuple(kept))

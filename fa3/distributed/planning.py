@@ -78,7 +78,7 @@ def plan(
     # dK and dV are float32, but for Ulysses where no key/value head is there twice.
     received = {
         "gather": (kv * others, 3 * kv * others),
-        "ring": (kv * others, kv * others + 2 * kv * (num_ranks > 1)),
+        "ring": (kv * others, 3 * kv * others),
         "ulysses": (sent[0] * others / num_ranks, sent[1] * others / num_ranks),
     }
     plans = []
