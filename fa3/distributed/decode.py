@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache as attend_alone
@@ -19,20 +20,20 @@ LSE_COLUMNS = 4
 
 @torch.no_grad()
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     group: Group = None,
-    cache_seqlens: int | torch.Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to a cache of which each rank has some keys, in any places.
 
     Ranks attend to their keys, exchange outputs and log-sum-exps, and merge them. Nothing is

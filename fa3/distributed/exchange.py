@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,9 +16,9 @@ from fa3.complaints import shown
 from fa3.distributed.pieces import Exchange, Moves, exchange_of
 
 Group = dist.ProcessGroup | DeviceMesh | None
-Addressed = tuple[int, torch.Tensor]
+Addressed = tuple[int, Tensor]
 """A tensor, and the other rank that sends or gets it."""
-Arriving = tuple[list[torch.Tensor], Callable[[], object]]
+Arriving = tuple[list[Tensor], Callable[[], object]]
 """Tensors, and what waits for those of their rows that are other ranks'."""
 
 
@@ -64,19 +65,19 @@ class Split:
         each = tuple((range(*pair),) for pair in pairwise(ends))
         return exchange_of(each, ((range(ends[-1]),),) * len(each), self.rank)
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
+    def whole(self, x: Tensor) -> Tensor:
         """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
         (placed,), wait = self.moved(self.everything.there, x)
         wait()
         return placed.index_select(1, orders(self.chunks, x.device)[1])
 
-    def sums(self, x: torch.Tensor) -> torch.Tensor:
+    def sums(self, x: Tensor) -> Tensor:
         """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
         by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
         returned = self.everything, self.moved(self.everything.back, by_rank)
         return self.sums_back([returned])[0].to(x.dtype)
 
-    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def to_heads(self, x: Tensor) -> Tensor:
         """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
         count, rows = len(self.rows), self.rows[self.rank]
         sent = x.unflatten(2, (count, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
@@ -86,7 +87,7 @@ class Split:
         )
         return received.index_select(0, orders(self.chunks, x.device)[1]).transpose(0, 1)
 
-    def to_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, x: Tensor) -> Tensor:
         """Return (batch, rows, heads, columns): the inverse of `to_heads`."""
         count, rows = len(self.rows), self.rows[self.rank]
         sent = x.transpose(0, 1).index_select(0, orders(self.chunks, x.device)[0])
@@ -94,7 +95,7 @@ class Split:
         dist.all_to_all_single(received, sent, [rows] * count, self.rows, group=self.group)
         return received.unflatten(0, (count, rows)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
-    def moved(self, moves: Moves, *tensors: torch.Tensor) -> Arriving:
+    def moved(self, moves: Moves, *tensors: Tensor) -> Arriving:
         """Return the rows that moves bring of the ranks' (batch, rows, ...).
 
         This rank's own are in their places at once.
@@ -110,9 +111,9 @@ class Split:
                 y[places] = x[rows]
         return [y.transpose(0, 1) for y in placed], wait
 
-    def sums_back(self, returns: Iterable[tuple[Exchange, Arriving]]) -> list[torch.Tensor]:
+    def sums_back(self, returns: Iterable[tuple[Exchange, Arriving]]) -> list[Tensor]:
         """Return the sums of this rank's rows over what comes back, the first with them all."""
-        sums: list[torch.Tensor] = []
+        sums: list[Tensor] = []
         for exchange, (parts, wait) in returns:
             wait()
             sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
@@ -142,9 +143,7 @@ class Split:
 
 
 @functools.lru_cache(maxsize=64)
-def orders(
-    chunks: tuple[tuple[range, ...], ...], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def orders(chunks: tuple[tuple[range, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the sequence row of each row of all ranks, and the other way round."""
     with torch.inference_mode(False):
         rows = [torch.arange(x.start, x.stop) for held in chunks for x in held]
@@ -156,7 +155,7 @@ class OverRanks(torch.autograd.Function):
     """What ranks compute together, differentiable once."""
 
     @staticmethod
-    def forward(ctx, run: Callable, run_back: Callable, *tensors: torch.Tensor | None):
+    def forward(ctx, run: Callable, run_back: Callable, *tensors: Tensor | None):
         """Return what `run` returns, but for the last: tensors that `run_back` takes last."""
         *results, saved = run(*tensors)
         ctx.run_back = run_back
@@ -166,7 +165,7 @@ class OverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: torch.Tensor | None):
+    def backward(ctx, *gradients: Tensor | None):
         """Return what `run_back` returns: a gradient of each tensor, or None."""
         return None, None, *ctx.run_back(*gradients, *ctx.saved_tensors)
 

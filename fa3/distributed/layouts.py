@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
 from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, group_of
 
@@ -36,13 +37,13 @@ class SequenceLayout:
         group = group_of(group)
         return Split(chunks_of(self, seqlen, group.size()), group)
 
-    def shard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
+    def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
         split = self.split(x.shape[dim], group)
         chunks = split.chunks[split.rank]
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
-    def unshard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
+    def unshard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return the whole tensor from all ranks' rows; all ranks must call it.
 
         The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
@@ -60,7 +61,7 @@ class SequenceLayout:
 
     def positions(
         self, seqlen: int, group: Group = None, device: torch.device | str | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the positions of this rank's rows, for RoPE: (rows,), int64, on `device`.
 
         Documents count from their own beginning.
@@ -124,7 +125,7 @@ class Documents(SequenceLayout):
 
     def __post_init__(self) -> None:
         lengths: Iterable = self.cu_seqlens
-        ends = tuple(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)
+        ends = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
         if not ends or ends[0] != 0 or any(end < begin for begin, end in pairwise(ends)):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
         object.__setattr__(self, "cu_seqlens", ends)

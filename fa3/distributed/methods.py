@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.options import as_pair, check_window, flag
@@ -29,10 +30,10 @@ from fa3.distributed.pieces import Exchange, Runs, exchange_of, joined, place_of
 from fa3.distributed.planning import plan
 from fa3.problem import NO_BOUND, Window
 
-Optional = torch.Tensor | None
-FourGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]
+Optional = Tensor | None
+FourGradients = tuple[Tensor, Tensor, Tensor, Optional]
 """Of q, k, v and the sinks. dK and dV may be float32."""
-Arrival = tuple["Hop", bool, torch.Tensor, torch.Tensor, Callable[[], object]]
+Arrival = tuple["Hop", bool, Tensor, Tensor, Callable[[], object]]
 
 
 class Part(NamedTuple):
@@ -62,8 +63,8 @@ class Alone:
     lengths: dict[str, Any] = field(default_factory=dict)
 
     def forward(
-        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Optional = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Optional = None
+    ) -> tuple[Tensor, Tensor]:
         """Write the part's rows of out, or a new tensor; return it with the log-sum-exp."""
         named: Any = {"return_lse": True, **self.lengths, **self.options, **part.options}
         q, k, v = q[:, part.rows], k[:, part.keys], v[:, part.keys]
@@ -75,12 +76,7 @@ class Alone:
         return out[None], lse[None]
 
     def backward(
-        self,
-        part: Part,
-        d_out: Optional,
-        d_lse: Optional,
-        *saved: torch.Tensor,
-        fp32_dkv: bool = True,
+        self, part: Part, d_out: Optional, d_lse: Optional, *saved: Tensor, fp32_dkv: bool = True
     ) -> FourGradients:
         """Return a part's gradients; `saved` are all rows of q, k, v, out and the log-sum-exp."""
         (q, k, v, out, lse), rows, keys = saved, part.rows, part.keys
@@ -96,9 +92,7 @@ class Alone:
         return dq, dk, dv, d_sinks
 
 
-def with_rows(
-    sums: list[torch.Tensor], parts: Iterable[torch.Tensor], rows: slice, count: int
-) -> list[torch.Tensor]:
+def with_rows(sums: list[Tensor], parts: Iterable[Tensor], rows: slice, count: int) -> list[Tensor]:
     """Add gradients of some of `count` rows to sums; without sums yet, make them."""
     if sums:
         for total, one in zip(sums, parts, strict=True):
@@ -121,7 +115,7 @@ class Hop(NamedTuple):
     exchange: Exchange
     order: Optional = None
 
-    def start(self, split: Split, *tensors: torch.Tensor) -> Arriving:
+    def start(self, split: Split, *tensors: Tensor) -> Arriving:
         """Return the keys or values, and what waits for them."""
         placed, wait = split.moved(self.exchange.there, *tensors)
         if self.order is None:
@@ -129,7 +123,7 @@ class Hop(NamedTuple):
         wait()
         return [x.index_select(1, self.order) for x in placed], wait
 
-    def start_back(self, split: Split, *tensors: torch.Tensor) -> Arriving:
+    def start_back(self, split: Split, *tensors: Tensor) -> Arriving:
         """Return what comes back of the gradients of keys or values, and what waits for it."""
         if self.order is not None:
             rows = self.exchange.there.total
@@ -151,7 +145,7 @@ class Hops:
     attention: Alone
     hops: tuple[Hop, ...]
 
-    def arrivals(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Arrival]:
+    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[Arrival]:
         """Yield each hop, whether it is the first, its keys, and what waits for them."""
         arriving = self.hops[0].start(self.split, k, v)
         for i, hop in enumerate(self.hops):
@@ -161,7 +155,7 @@ class Hops:
             yield hop, i == 0, keys, values, wait
             wait()
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, returns_lse: bool):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, returns_lse: bool):
         """Return out, the log-sum-exp, and what the backward pass reads."""
         batch, rows, heads, _ = q.shape
         total = out = q.new_empty(batch, rows, heads, v.shape[3])
@@ -181,7 +175,7 @@ class Hops:
         out = total.to(q.dtype)
         return out, lse, (q, k, v, out, lse)
 
-    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
+    def backward(self, d_out: Optional, d_lse: Optional, *saved: Tensor) -> FourGradients:
         """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
         q, k, v, out, lse = saved
         dq, d_sinks, returns = torch.empty_like(q), None, []
@@ -200,11 +194,11 @@ class Hops:
                 if more_sinks is not None:
                     d_sinks = more_sinks if d_sinks is None else d_sinks + more_sinks
             wait()
-            sums: list[torch.Tensor] = []
+            sums: list[Tensor] = []
             # The last part sees most keys: what it gives becomes the sum.
             for part, dkv in zip(reversed(hop.parts), reversed(gradients), strict=True):
                 sums = with_rows(sums, dkv, part.keys, keys.shape[1])
-            sums = sums or [keys.float(), values.float()]
+            sums = sums or [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
             returns.append((hop.exchange, hop.start_back(self.split, *sums)))
             if is_first and len(self.hops) > 1:
                 dq = dq.float()
@@ -212,9 +206,7 @@ class Hops:
         return dq.to(q.dtype), dk, dv, d_sinks
 
 
-def merge_into(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> None:
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge attention to more keys into out, float32, and its log-sum-exp, in place."""
     both = torch.logaddexp(lse, part_lse)
     # Where no key is seen, the difference is NaN.
@@ -265,7 +257,13 @@ def ring_hops(chunks: Runs, rank: int, is_causal: bool) -> tuple[Hop, ...]:
                 return held
             return tuple(keys for keys in held if keys.start < chunk.start)
 
-        wanted = tuple(joined(seen_by(held[-1], target)) for target, held in enumerate(chunks))
+        # The last chunk with rows sees most.
+        wanted = tuple(
+            joined(
+                keys for chunk in list(filter(len, held))[-1:] for keys in seen_by(chunk, target)
+            )
+            for target, held in enumerate(chunks)
+        )
         if step:
             parts, end = [], 0
             for seen, group in groupby(chunks[rank], seen_by):
@@ -297,7 +295,7 @@ def visible_keys(
     ends: tuple[int, ...],
     window: Window,
     device: torch.device,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[Tensor, dict[str, Any]]:
     """Return which rows of all ranks a rank's chunks see, and the packed lengths."""
     (left, right), rows = window, []
     for i, chunk in enumerate(chunks[rank]):
@@ -325,7 +323,7 @@ class Ulysses:
     heads: slice
     copies: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, returns_lse: bool):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
@@ -334,7 +332,7 @@ class Ulysses:
         sent_lse = sent_as_columns(self.split.to_rows, lse) if returns_lse else None
         return self.split.to_rows(out), sent_lse, (*read, out, lse)
 
-    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
+    def backward(self, d_out: Optional, d_lse: Optional, *saved: Tensor) -> FourGradients:
         """Return the gradients; copies of a key/value head have theirs added up in float32."""
         if d_out is not None:
             d_out = self.split.to_heads(d_out)
@@ -350,7 +348,7 @@ class Ulysses:
         return dq, dk, dv, d_sinks
 
 
-def sent_as_columns(send: Callable[[torch.Tensor], torch.Tensor], lse: torch.Tensor):
+def sent_as_columns(send: Callable[[Tensor], Tensor], lse: Tensor):
     """Return what a log-sum-exp, (batch, heads, rows), becomes when it is sent."""
     return send(lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
 
@@ -368,7 +366,7 @@ def window_of(options: dict[str, Any]) -> Window:
 
 
 def method_of(
-    named: dict[str, Any], split: Split, ends: tuple[int, ...], q: torch.Tensor, v: torch.Tensor
+    named: dict[str, Any], split: Split, ends: tuple[int, ...], q: Tensor, v: Tensor
 ) -> RankMethod:
     """Return what computes a call that is checked; `ends` are of documents."""
     window, options = window_of(named), {name: named[name] for name in SHARED_OPTIONS}
