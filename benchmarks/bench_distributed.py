@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
@@ -31,11 +32,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa3
 import fa3.distributed as fd
+import fa3.integrations.torch
 from benchmarks import environment
 from benchmarks.runs import first_line
 
 K = 1024
-ALONE, PEER = "alone", "torch-cudnn"
+ALONE = "alone"
+PEERS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-fa3": SDPBackend.FLASH_ATTENTION}
+"""Torch's context parallelism on kernels of cuDNN, and of fa3."""
 METHODS = "gather", "ulysses", "ring"
 CSV_NAME = "distributed.csv"
 TIMEOUT = datetime.timedelta(seconds=180)
@@ -121,23 +125,31 @@ def calls_of(
         attend = functools.partial(over, method=method, **named)
         yield method, functools.partial(with_gradients, attend, parts, cell)
     if cell.kind == "dense" and device.type == "cuda":
-        yield PEER, lambda: torch_call(cell, parts, stack)
+        for name, backend in PEERS.items():
+            yield name, functools.partial(torch_call, cell, parts, stack, backend)
 
 
-def torch_call(cell: Cell, parts: Sequence[torch.Tensor], stack: ExitStack) -> Callable:
+def torch_call(
+    cell: Cell, parts: Sequence[torch.Tensor], stack: ExitStack, backend: SDPBackend
+) -> Callable:
     """Return a call of torch's context parallelism, which deals rows out as zigzag does.
 
-    Key/value heads are repeated, as torch's cuDNN attention has no groups of heads.
+    Key/value heads are repeated, as torch's context parallelism has no groups of heads.
     """
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     buffer = torch.zeros(2 * mesh.size(), device="cuda")
-    stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
     stack.enter_context(context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]))
+    if backend == SDPBackend.FLASH_ATTENTION:
+        fa3.integrations.torch.register()
+        torch.nn.attention.activate_flash_attention_impl("fa3")
+        stack.callback(torch.nn.attention.restore_flash_attention_impl)
     q, k, v = (x.transpose(1, 2).contiguous() for x in parts)
     k, v = (x.repeat_interleave(cell.heads[0] // cell.heads[1], 1) for x in (k, v))
 
-    # Looked up at each call, since torch replaces the function.
-    attend = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*tensors, is_causal=True)
+
     call = with_gradients(attend, (q, k, v), cell)
     return lambda: call().transpose(1, 2)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ranks import NUM_RANKS, SECONDS, Ranks, device_of, refusal, seeded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import local_map
 from torch.utils.checkpoint import checkpoint
 
 import fa3
@@ -417,6 +418,26 @@ def test_the_benchmark_measures_all_methods(ranks, cell, tmp_path):
     assert len((tmp_path / bench.CSV_NAME).read_text().splitlines()) == len(rows) + 1
 
 
+def attend_by_torch(group):
+    """Return the largest errors of torch's context parallelism on fa3 in both passes."""
+    device, cell = device_of(group), bench.Cell("", "dense", "both", 512, (4, 4), 64)
+    whole = [x.to(device) for x in operands_of(1, 512, 4, (64, 64))[:3]]
+    flash = bench.PEERS["torch-fa3"]
+    with ExitStack() as stack:
+        call = bench.torch_call(cell, [zigzag.shard(x, group=group) for x in whole], stack, flash)
+        dq = call()
+        assert torch.nn.attention.current_flash_attention_impl() == "fa3"
+    leaves = [x.requires_grad_() for x in whole]
+    out = fa3.flash_attn_func(*leaves, causal=True)
+    (alone,) = torch.autograd.grad(out, leaves[:1], torch.ones_like(out))
+    return (zigzag.shard(alone, group=group) - dq).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_torch_splits_a_sequence_on_fa3(ranks):
+    assert max(ranks.run(ranks.count, attend_by_torch)) < 0.02
+
+
 def run_example(group):
     return context_parallel.example(str(device_of(group)), 133, group)
 
@@ -456,16 +477,30 @@ def test_torch_compile_leaves_the_graph(ranks):
 
 
 def attend_to_dtensors(group):
+    """Return what DTensors raise, and the largest errors of both passes through `local_map`."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    q = DTensor.from_local(seeded(1, 4, 4, 16), mesh, [Shard(1)])
-    return refusal(flash_attn_func, q, q, q, layout=zigzag, group=group)
+    x = operands_of(1, 16, 4, (16, 16))[0]
+    other, placements = x.clone().requires_grad_(), [Shard(1)]
+    local = zigzag.shard(x, group=group)
+    q = DTensor.from_local(local, mesh, placements).requires_grad_()
+    attend = partial(flash_attn_func, layout=zigzag, group=group, causal=True)
+    over = local_map(attend, placements, (placements,) * 3, device_mesh=mesh)
+    out = over(q, q, q)
+    assert out.placements == tuple(placements) and out.shape == q.shape
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    alone = fa3.flash_attn_func(other, other, other, causal=True)
+    (expected,) = torch.autograd.grad(alone.sum(), other)
+    pairs = (out.to_local(), alone), (dq.to_local(), expected)
+    errors = [(zigzag.shard(whole, group=group) - x).abs().max().item() for x, whole in pairs]
+    return refusal(attend, q, q, q), max(errors)
 
 
 @ON_CPU
-def test_dtensors_are_refused(ranks):
-    for text in ranks.run(2, attend_to_dtensors):
+def test_dtensors_go_through_local_map(ranks):
+    for text, error in ranks.run(2, attend_to_dtensors):
         assert text.startswith("NotImplementedError: rank 0: q must lie in memory, got a DTensor")
         assert text.endswith("Pass what its .to_local() returns")
+        assert error < 0.1
 
 
 def wait_in_vain(group):
@@ -538,7 +573,8 @@ def test_pieces_bring_what_is_seen_and_gradients_back(layout, num_ranks):
         # Each rank adds 1 to each row that it has got.
         returned = moved_alone([one.back for one in exchanges], [x * 0 + 1 for x in placed])
         for rank, sums in enumerate(returned):
-            for rows, places in exchanges[rank].added:
+            there, back = exchanges[rank]
+            for (_, rows), (_, places) in zip(there.sent, back.received, strict=True):
                 sums[rows] += sums[places]
             counts = torch.stack([torch.isin(held[rank], x) for x in placed]).sum(0)
             assert torch.equal(sums[: len(held[rank])], counts)

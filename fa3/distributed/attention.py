@@ -17,8 +17,6 @@ from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-METHODS = "auto", "gather", "ring", "ulysses"
-
 
 def flash_attn_func(
     q: torch.Tensor,
@@ -90,11 +88,7 @@ def flash_attn_varlen_func(
             "gather", window_size must show no key after a query, or all keys.
 
     Returns:
-        out, (rows, heads_q, head_dim_v), of q's dtype; with return_lse also the log-sum-exp,
-        (heads_q, rows), float32.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
+        as `flash_attn_func`, without the batch. It also raises the same errors.
     """
     arguments = SIGNATURE.bind(q, k, v, layout=layout, **options)
     arguments.apply_defaults()
@@ -110,6 +104,9 @@ def attend_over_ranks(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the result of a public function of its arguments, by name."""
     group, seqlen = group_of(named.pop("group")), named.pop("seqlen")
+    if is_packed:
+        tensors = {name: named[name] for name in "qkv" if isinstance(named[name], torch.Tensor)}
+        named |= {name: x[None] for name, x in tensors.items()}
     error: Exception | None = None
     try:
         check_call(named, group.size(), is_packed)
@@ -117,27 +114,20 @@ def attend_over_ranks(
         error = wrong
     # The first call of NCCL hangs if a rank has nothing to send.
     if seqlen is None or seqlen < 2 * group.size():
-        asked = {name: without_rows(value, is_packed) for name, value in named.items()}
-        rows = 0 if error else named["q"].shape[not is_packed]
+        asked = {name: without_rows(value) for name, value in named.items()}
+        rows = 0 if error else named["q"].shape[1]
         seqlen = agree_on_rows(named["layout"], group, rows, asked, error)
     elif error is not None:
         raise error
     split = named["layout"].split(seqlen, group)
-    q, k, v = (named[name][None] if is_packed else named[name] for name in "qkv")
+    q, v = named["q"], named["v"]
     if q.shape[1] != (rows := split.rows[split.rank]):
         raise ValueError(
             f"q must have {rows} of {seqlen} rows by {named['layout']}, got {q.shape[1]}"
         )
     method = method_of(named, split, named["layout"].cu_seqlens if is_packed else (), q, v)
-
-    def run(q, k, v, _):
-        return method.forward(q, k, v, named["return_lse"])
-
-    def run_back(*read):
-        dq, dk, dv, d_sinks = method.backward(*read)
-        return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_sinks
-
-    out, lse = OverRanks.apply(run, run_back, q, k, v, named["sinks"])
+    run = lambda q, k, v, _: method.forward(q, k, v, named["return_lse"])  # noqa: E731
+    out, lse = OverRanks.apply(run, method.backward, q, named["k"], v, named["sinks"])
     if not named["return_lse"]:
         return out[0] if is_packed else out
     return (out[0], lse[0]) if is_packed else (out, lse)
@@ -146,8 +136,8 @@ def attend_over_ranks(
 def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
     """Raise unless this rank's arguments, by name, fit together and are supported."""
     layout, method, slopes = named["layout"], named["method"], named["alibi_slopes"]
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {shown(method)}")
+    if method not in (methods := ("auto", "gather", "ring", "ulysses")):
+        raise ValueError(f"method must be one of {methods}, got {shown(method)}")
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be one of fa3.distributed, got {shown(layout)}")
     if isinstance(layout, Documents) != is_packed:
@@ -160,13 +150,11 @@ def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
             raise NotImplementedError(
                 f"{name} is not supported over ranks: it depends on positions in the whole sequence"
             )
-    ndim = 3 if is_packed else 4
-    for name in "qkv":
-        if isinstance(named[name], torch.Tensor) and named[name].ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got {tuple(named[name].shape)}")
-    tensors: list[Any] = [named[name] for name in ("q", "k", "v")]
-    if is_packed:
-        tensors = [x[None] if isinstance(x, torch.Tensor) else x for x in tensors]
+    tensors = [named[name] for name in "qkv"]
+    for name, x in zip("qkv", tensors, strict=True):
+        if isinstance(x, torch.Tensor) and x.ndim != 4:
+            shape = tuple(x.shape[is_packed:])
+            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
     call = AttentionCall.dense(*map(operand_of, describe_dense((*tensors, slopes, named["sinks"]))))
     rows, key_rows = (x.shape[1] for x in tensors[:2])
     if key_rows != rows:
@@ -174,11 +162,10 @@ def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
     methods_for(method, num_ranks, call.heads_q, window_of(named), slopes is not None, is_packed)
 
 
-def without_rows(value: object, is_packed: bool) -> object:
+def without_rows(value: object) -> object:
     """Return what ranks must agree on: of a tensor all but its rows and values."""
     if not isinstance(value, torch.Tensor):
         return value
-    rank, dim = (3, 0) if is_packed else (4, 1)
-    shape = [size for i, size in enumerate(value.shape) if value.ndim != rank or i != dim]
+    shape = [size for i, size in enumerate(value.shape) if value.ndim != 4 or i != 1]
     gradient = " with a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
     return f"{value.dtype} {shape} on {value.device.type}{gradient}"

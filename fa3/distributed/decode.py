@@ -50,12 +50,10 @@ def flash_attn_with_kvcache(
         options: other options of `fa3.flash_attn_with_kvcache`, but none that counts positions.
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
-        log-sum-exp, (batch, heads_q, seqlen_q), float32. The same on all ranks.
+        as `fa3.flash_attn_with_kvcache`, the same on all ranks.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `fa3.flash_attn_with_kvcache`, or an option
-            counts positions.
+        TypeError, ValueError, NotImplementedError: as there, or an option counts positions.
     """
     group = group_of(group)
     window = check_window(as_pair(window_size), flag("causal", causal))
@@ -72,9 +70,8 @@ def flash_attn_with_kvcache(
         sinks=sinks if group.rank() == 0 else None, **options,
     )  # fmt: skip
     head_dim, return_lse = out.shape[3], return_lse or options.get("return_softmax_lse", False)
-    part = lse.new_empty(*out.shape[:3], head_dim + LSE_COLUMNS)
-    part[..., :head_dim] = out
-    part[..., head_dim] = lse.transpose(1, 2)
+    columns = lse.transpose(1, 2)[..., None].expand(-1, -1, -1, LSE_COLUMNS)
+    part = torch.cat((out.float(), columns), 3)
     parts = part.new_empty(group.size() * len(part), *part.shape[1:])
     ALL_GATHER(parts, part, group)
     parts = parts.unflatten(0, (-1, len(part)))

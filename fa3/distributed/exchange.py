@@ -13,13 +13,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from fa3.complaints import shown
-from fa3.distributed.pieces import Exchange, Moves, exchange_of
+from fa3.distributed.pieces import Moves, RoundTrip, Runs, exchange_of
 
 Group = dist.ProcessGroup | DeviceMesh | None
-Addressed = tuple[int, Tensor]
-"""A tensor, and the other rank that sends or gets it."""
 Arriving = tuple[list[Tensor], Callable[[], object]]
-"""Tensors, and what waits for those of their rows that are other ranks'."""
+"""Tensors, and what waits for their rows of other ranks'."""
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
@@ -42,24 +40,16 @@ class Split:
     """A sequence, split among the ranks of a group.
 
     Attributes:
-        chunks: of each rank, as `SequenceLayout.chunks` returns them.
+        chunks: of each rank, as `SequenceLayout.chunks` returns them; rows: their numbers of rows.
     """
 
-    chunks: tuple[tuple[range, ...], ...]
+    chunks: Runs
     group: dist.ProcessGroup
-
-    @functools.cached_property
-    def rank(self) -> int:
-        """This rank."""
-        return self.group.rank()
-
-    @functools.cached_property
-    def rows(self) -> list[int]:
-        """Rows of each rank."""
-        return [sum(map(len, chunks)) for chunks in self.chunks]
+    rank: int
+    rows: list[int]
 
     @property
-    def everything(self) -> Exchange:
+    def everything(self) -> RoundTrip:
         """How this rank gets all rows, one rank's after another's."""
         ends = [0, *accumulate(self.rows)]
         each = tuple((range(*pair),) for pair in pairwise(ends))
@@ -74,8 +64,7 @@ class Split:
     def sums(self, x: Tensor) -> Tensor:
         """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
         by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
-        returned = self.everything, self.moved(self.everything.back, by_rank)
-        return self.sums_back([returned])[0].to(x.dtype)
+        return self.sums_back([(self.everything, self.moved(self.everything.back, by_rank))])[0]
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
@@ -102,48 +91,38 @@ class Split:
         """
         held = [x.transpose(0, 1).contiguous() for x in tensors]
         placed = [x.new_empty(moves.total, *x.shape[1:]) for x in held]
-        wait = self.post(
-            [(rank, x[rows]) for rank, rows in moves.sent for x in held],
-            [(rank, y[places]) for rank, places in moves.received for y in placed],
-        )
+        pairs: list[Any] = [(dist.isend, rank, x[rows]) for rank, rows in moves.sent for x in held]
+        pairs += [(dist.irecv, rank, y[places]) for rank, places in moves.received for y in placed]
+        make: Any = functools.partial(dist.P2POp, group=self.group)
+        operations = [make(begin, x, group_peer=rank) for begin, rank, x in pairs if x.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
         for rows, places in moves.kept:
             for x, y in zip(held, placed, strict=True):
                 y[places] = x[rows]
-        return [y.transpose(0, 1) for y in placed], wait
-
-    def sums_back(self, returns: Iterable[tuple[Exchange, Arriving]]) -> list[Tensor]:
-        """Return the sums of this rank's rows over what comes back, the first with them all."""
-        sums: list[Tensor] = []
-        for exchange, (parts, wait) in returns:
-            wait()
-            sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
-            for rows, places in exchange.added:
-                for total, x in zip(sums, parts, strict=True):
-                    total[:, rows] += x[:, places]
-        return sums
-
-    def post(self, sent: Iterable[Addressed], received: Iterable[Addressed]) -> Callable[[], None]:
-        """Begin to send and receive tensors; return what waits for them."""
-        make: Any = dist.P2POp
-        operations = [
-            make(begin, x, group=self.group, group_peer=rank)
-            for begin, pairs in ((dist.isend, sent), (dist.irecv, received))
-            for rank, x in pairs
-            if x.numel()
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> None:
             while works:
                 works.pop().wait()
             # Until here nothing else may have the memory of what is sent.
             operations.clear()
+            pairs.clear()
 
-        return wait
+        return [y.transpose(0, 1) for y in placed], wait
+
+    def sums_back(self, returns: Iterable[tuple[RoundTrip, Arriving]]) -> list[Tensor]:
+        """Return the sums of this rank's rows over what comes back, the first with them all."""
+        sums: list[Tensor] = []
+        for (there, back), (parts, wait) in returns:
+            wait()
+            sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
+            for (_, rows), (_, places) in zip(there.sent, back.received, strict=True):
+                for total, x in zip(sums, parts, strict=True):
+                    total[:, rows] += x[:, places]
+        return sums
 
 
 @functools.lru_cache(maxsize=64)
-def orders(chunks: tuple[tuple[range, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def orders(chunks: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the sequence row of each row of all ranks, and the other way round."""
     with torch.inference_mode(False):
         rows = [torch.arange(x.start, x.stop) for held in chunks for x in held]
@@ -179,10 +158,7 @@ def agree_on_rows(
 ) -> int:
     """Return the rows of the whole sequence; raise on all ranks if one cannot go on.
 
-    Args:
-        rows: of this rank.
-        asked: what must be the same on all ranks, by name.
-        error: why this rank cannot go on; all ranks raise it.
+    What is asked, by name, must be the same on all ranks. All raise the error of one.
     """
     said: list[Any] = [None] * group.size()
     texts = {name: f"{value}" for name, value in asked.items()}

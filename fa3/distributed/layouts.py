@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, group_of
-
-RankChunks = tuple[tuple[range, ...], ...]
+from fa3.distributed.pieces import Runs
 
 
 class SequenceLayout:
@@ -28,14 +27,15 @@ class SequenceLayout:
     cu_seqlens: tuple[int, ...] = (0,)
     """Where positions begin again."""
 
-    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+    def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the chunks of each rank, in its order; some may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define chunks(seqlen, num_ranks)")
 
     def split(self, seqlen: int, group: Group = None) -> Split:
         """Return a sequence as it is split among the ranks of a group."""
         group = group_of(group)
-        return Split(chunks_of(self, seqlen, group.size()), group)
+        chunks = chunks_of(self, seqlen, group.size())
+        return Split(chunks, group, group.rank(), [sum(map(len, held)) for held in chunks])
 
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
@@ -74,17 +74,13 @@ class SequenceLayout:
 
 
 @functools.lru_cache(maxsize=64)
-def chunks_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> RankChunks:
+def chunks_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> Runs:
     """Return a layout's chunks."""
     return layout.chunks(seqlen, num_ranks)
 
 
 def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
-    """Cut rows into chunks that differ by one row at most.
-
-    Args:
-        first: the first of the longer chunks; the others come after it, then from chunk 0 on.
-    """
+    """Cut rows into chunks; of the longer ones `first` is the first, and others follow in turn."""
     rows, longer = divmod(end - begin, count)
     lengths = [rows + ((i - first) % count < longer) for i in range(count)]
     return [range(*ends) for ends in pairwise(accumulate(lengths, initial=begin))]
@@ -96,7 +92,7 @@ class Zigzag(SequenceLayout):
 
     If 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`."""
 
-    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+    def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the two chunks of each rank."""
         return Documents((0, seqlen)).chunks(seqlen, num_ranks)
 
@@ -105,7 +101,7 @@ class Zigzag(SequenceLayout):
 class Contiguous(SequenceLayout):
     """Rank r of n has chunk r of n: the least work for full attention and short windows."""
 
-    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+    def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the one chunk of each rank."""
         return tuple((part,) for part in cut(0, seqlen, num_ranks))
 
@@ -130,7 +126,7 @@ class Documents(SequenceLayout):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
         object.__setattr__(self, "cu_seqlens", ends)
 
-    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+    def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the chunks of each rank, two for each document."""
         if seqlen != self.cu_seqlens[-1]:
             raise ValueError(f"seqlen must be {self.cu_seqlens[-1]} as cu_seqlens, got {seqlen}")

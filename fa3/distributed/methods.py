@@ -1,9 +1,9 @@
 """Methods of attention over ranks: what each rank computes and sends, in both passes.
 
-gather: each rank gets all keys and values. A chunk of queries attends to the keys up to the last
-one it sees, which bottom-right alignment puts in their places. dK and dV are added up in float32.
-ring: keys and values go round the ranks, and each rank attends to a rank's rows at a time. Partial
-outputs are merged in float32 by their log-sum-exps. dK and dV go round with their rows, in float32.
+gather: each rank gets the keys that its rows see. A chunk of queries attends to the keys up to the
+last one it sees, which bottom-right alignment puts in their places. dK and dV go back in float32.
+ring: the same, but from a rank at a time, while it attends to the keys of the one before. Partial
+outputs are merged in float32 by their log-sum-exps.
 ulysses: each rank gets the whole sequence of some heads, attends, and sends the output back.
 
 Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention (arXiv 2310.01889);
@@ -12,7 +12,7 @@ Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
@@ -26,17 +26,16 @@ from fa3.calls.options import as_pair, check_window, flag
 from fa3.calls.passes import flash_attn_backward
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.distributed.exchange import Arriving, Split, orders
-from fa3.distributed.pieces import Exchange, Runs, exchange_of, joined, place_of, with_begins
+from fa3.distributed.pieces import RoundTrip, Runs, exchange_of, together, with_begins
 from fa3.distributed.planning import plan
 from fa3.problem import NO_BOUND, Window
 
 Optional = Tensor | None
 FourGradients = tuple[Tensor, Tensor, Tensor, Optional]
-"""Of q, k, v and the sinks. dK and dV may be float32."""
-Arrival = tuple["Hop", bool, Tensor, Tensor, Callable[[], object]]
+"""Of q, k, v and the sinks. They may be float32, which autograd rounds."""
 
 
-class Part(NamedTuple):
+class Seen(NamedTuple):
     """Rows of this rank, and keys that they see.
 
     Fields:
@@ -63,7 +62,7 @@ class Alone:
     lengths: dict[str, Any] = field(default_factory=dict)
 
     def forward(
-        self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Optional = None
+        self, part: Seen, q: Tensor, k: Tensor, v: Tensor, out: Optional = None
     ) -> tuple[Tensor, Tensor]:
         """Write the part's rows of out, or a new tensor; return it with the log-sum-exp."""
         named: Any = {"return_lse": True, **self.lengths, **self.options, **part.options}
@@ -76,7 +75,7 @@ class Alone:
         return out[None], lse[None]
 
     def backward(
-        self, part: Part, d_out: Optional, d_lse: Optional, *saved: Tensor, fp32_dkv: bool = True
+        self, part: Seen, d_out: Optional, d_lse: Optional, *saved: Tensor, fp32_dkv: bool = True
     ) -> FourGradients:
         """Return a part's gradients; `saved` are all rows of q, k, v, out and the log-sum-exp."""
         (q, k, v, out, lse), rows, keys = saved, part.rows, part.keys
@@ -92,16 +91,6 @@ class Alone:
         return dq, dk, dv, d_sinks
 
 
-def with_rows(sums: list[Tensor], parts: Iterable[Tensor], rows: slice, count: int) -> list[Tensor]:
-    """Add gradients of some of `count` rows to sums; without sums yet, make them."""
-    if sums:
-        for total, one in zip(sums, parts, strict=True):
-            total[:, rows] += one
-        return sums
-    outside = (0, 0, 0, 0, rows.indices(count)[0], count - rows.indices(count)[1])
-    return [F.pad(x, outside) if any(outside) else x for x in parts]
-
-
 class Hop(NamedTuple):
     """Keys that come here together.
 
@@ -111,17 +100,17 @@ class Hop(NamedTuple):
         order: of what they get, in which parts count, and which has a row twice at most; or None.
     """
 
-    parts: tuple[Part, ...]
-    exchange: Exchange
+    parts: tuple[Seen, ...]
+    exchange: RoundTrip
     order: Optional = None
 
     def start(self, split: Split, *tensors: Tensor) -> Arriving:
         """Return the keys or values, and what waits for them."""
         placed, wait = split.moved(self.exchange.there, *tensors)
-        if self.order is None:
-            return placed, wait
-        wait()
-        return [x.index_select(1, self.order) for x in placed], wait
+        if self.order is not None:
+            wait()
+            placed = [x.index_select(1, self.order) for x in placed]
+        return placed, wait
 
     def start_back(self, split: Split, *tensors: Tensor) -> Arriving:
         """Return what comes back of the gradients of keys or values, and what waits for it."""
@@ -145,7 +134,7 @@ class Hops:
     attention: Alone
     hops: tuple[Hop, ...]
 
-    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[Arrival]:
+    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple]:
         """Yield each hop, whether it is the first, its keys, and what waits for them."""
         arriving = self.hops[0].start(self.split, k, v)
         for i, hop in enumerate(self.hops):
@@ -197,13 +186,17 @@ class Hops:
             sums: list[Tensor] = []
             # The last part sees most keys: what it gives becomes the sum.
             for part, dkv in zip(reversed(hop.parts), reversed(gradients), strict=True):
-                sums = with_rows(sums, dkv, part.keys, keys.shape[1])
+                begin, end, _ = part.keys.indices(count := keys.shape[1])
+                for total, x in zip(sums, dkv, strict=False):
+                    total[:, begin:end] += x
+                outside = (0, 0, 0, 0, begin, count - end)
+                sums = sums or [F.pad(x, outside) if any(outside) else x for x in dkv]
             sums = sums or [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
             returns.append((hop.exchange, hop.start_back(self.split, *sums)))
             if is_first and len(self.hops) > 1:
                 dq = dq.float()
         dk, dv = self.split.sums_back(returns)
-        return dq.to(q.dtype), dk, dv, d_sinks
+        return dq, dk, dv, d_sinks
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -229,26 +222,27 @@ def dense_hop(chunks: Runs, rank: int, window: Window) -> Hop:
         last = seqlen if right < 0 else min(chunk.stop + right, seqlen)
         return range(first, last if chunk else first)
 
-    wanted = tuple(
-        joined(sorted(map(seen_by, held), key=lambda keys: keys.start)) for held in chunks
-    )
-    own, parts = joined(chunks[rank]), []
+    wanted = []
+    for held in chunks:
+        seen = list(filter(len, map(seen_by, held))) or [range(0)]
+        wanted.append((range(min(x.start for x in seen), max(x.stop for x in seen)),))
+    own, first, parts = together(chunks[rank]), wanted[rank][0].start, []
     for chunk, begin in with_begins(chunks[rank]):
         keys = seen_by(chunk)
-        first = place_of(keys.start, wanted[rank]) if keys else 0
         after = max(keys.stop - chunk.stop, 0)
         moved = left if left < 0 else left + after, right if right < 0 else right - after
         is_local = any(keys.start in run and keys.stop <= run.stop for run in own)
-        places = slice(begin, begin + len(chunk)), slice(first, first + len(keys))
-        parts.append(Part(*places, {"window_size": moved}, is_local))
-    return Hop(tuple(parts), exchange_of(chunks, wanted, rank))
+        places = slice(keys.start - first, keys.stop - first) if keys else slice(0, 0)
+        rows = slice(begin, begin + len(chunk))
+        parts.append(Seen(rows, places, {"window_size": moved}, is_local))
+    return Hop(tuple(parts), exchange_of(chunks, tuple(wanted), rank))
 
 
 @functools.lru_cache(maxsize=64)
 def ring_hops(chunks: Runs, rank: int, is_causal: bool) -> tuple[Hop, ...]:
-    """Return a rank's own keys, then those of the rank before, and so on round all ranks."""
+    """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
     # A rank's chunks are in order, so a causal mask is right inside of them.
-    parts, hops = [Part(options={"causal": is_causal}, is_local=True)], []
+    parts, hops = [Seen(options={"causal": is_causal}, is_local=True)], []
     for step in range(len(chunks)):
 
         def seen_by(chunk: range, target: int = rank, step: int = step) -> tuple[range, ...]:
@@ -257,27 +251,23 @@ def ring_hops(chunks: Runs, rank: int, is_causal: bool) -> tuple[Hop, ...]:
                 return held
             return tuple(keys for keys in held if keys.start < chunk.start)
 
-        # The last chunk with rows sees most.
-        wanted = tuple(
-            joined(
-                keys for chunk in list(filter(len, held))[-1:] for keys in seen_by(chunk, target)
-            )
-            for target, held in enumerate(chunks)
-        )
+        wanted = []
+        for target, held in enumerate(chunks):
+            # The last chunk with rows sees most.
+            last = list(filter(len, held))[-1:]
+            wanted.append(together(keys for chunk in last for keys in seen_by(chunk, target)))
         if step:
             parts, end = [], 0
             for seen, group in groupby(chunks[rank], seen_by):
                 begin, end = end, end + sum(map(len, group))
                 if begin < end and (count := sum(map(len, seen))):
-                    parts.append(Part(slice(begin, end), slice(0, count), {"sinks": None}))
-        hops.append(Hop(tuple(parts), exchange_of(chunks, wanted, rank)))
+                    parts.append(Seen(slice(begin, end), slice(0, count), {"sinks": None}))
+        hops.append(Hop(tuple(parts), exchange_of(chunks, tuple(wanted), rank)))
     return tuple(hops)
 
 
 @functools.lru_cache(maxsize=64)
-def packed_lengths(
-    device: torch.device, rows: tuple[int, ...], keys: tuple[int, ...]
-) -> dict[str, Any]:
+def packed_lengths(device: torch.device, rows: tuple[int, ...], keys: tuple[int, ...]) -> dict:
     """Return lengths of packed sequences, as `fa3.flash_attn_varlen_func` takes them."""
     lengths: dict[str, Any] = {}
     with torch.inference_mode(False):
@@ -290,11 +280,7 @@ def packed_lengths(
 
 @functools.lru_cache(maxsize=64)
 def visible_keys(
-    chunks: tuple[tuple[range, ...], ...],
-    rank: int,
-    ends: tuple[int, ...],
-    window: Window,
-    device: torch.device,
+    chunks: Runs, rank: int, ends: tuple[int, ...], window: Window, device: torch.device
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return which rows of all ranks a rank's chunks see, and the packed lengths."""
     (left, right), rows = window, []
@@ -328,17 +314,19 @@ class Ulysses:
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
         read = tuple(map(self.split.to_heads, (q, k, v)))
-        out, lse = self.attention.forward(Part(), *read)
-        sent_lse = sent_as_columns(self.split.to_rows, lse) if returns_lse else None
-        return self.split.to_rows(out), sent_lse, (*read, out, lse)
+        out, lse = self.attention.forward(Seen(), *read)
+        saved, rows_lse = (*read, out, lse), None
+        if returns_lse:
+            rows_lse = self.split.to_rows(lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
+        return self.split.to_rows(out), rows_lse, saved
 
     def backward(self, d_out: Optional, d_lse: Optional, *saved: Tensor) -> FourGradients:
         """Return the gradients; copies of a key/value head have theirs added up in float32."""
         if d_out is not None:
             d_out = self.split.to_heads(d_out)
         if d_lse is not None:
-            d_lse = sent_as_columns(self.split.to_heads, d_lse)
-        gradients = self.attention.backward(Part(), d_out, d_lse, *saved, fp32_dkv=self.copies > 1)
+            d_lse = self.split.to_heads(d_lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
+        gradients = self.attention.backward(Seen(), d_out, d_lse, *saved, fp32_dkv=self.copies > 1)
         dq, dk, dv = map(self.split.to_rows, gradients[:3])
         if self.copies > 1:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
@@ -346,11 +334,6 @@ class Ulysses:
         if d_sinks is not None:
             d_sinks = F.pad(d_sinks, (self.heads.start, dq.shape[2] - self.heads.stop))
         return dq, dk, dv, d_sinks
-
-
-def sent_as_columns(send: Callable[[Tensor], Tensor], lse: Tensor):
-    """Return what a log-sum-exp, (batch, heads, rows), becomes when it is sent."""
-    return send(lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
 
 
 RankMethod = Hops | Ulysses
@@ -391,4 +374,4 @@ def method_of(
     if not ends:
         return Hops(split, Alone(options), (dense_hop(split.chunks, split.rank, window),))
     order, lengths = visible_keys(split.chunks, split.rank, ends, window, q.device)
-    return Hops(split, Alone(options, lengths), (Hop((Part(),), split.everything, order),))
+    return Hops(split, Alone(options, lengths), (Hop((Seen(),), split.everything, order),))

@@ -1,4 +1,4 @@
-"""Which rows ranks send each other, so that each gets those of a sequence that it wants."""
+"""Which rows ranks send each other, so that each gets the rows that it wants."""
 
 import functools
 from collections.abc import Iterable
@@ -24,25 +24,24 @@ class Moves(NamedTuple):
     kept: tuple[tuple[slice, slice], ...]
 
 
-class Exchange(NamedTuple):
+class RoundTrip(NamedTuple):
     """What a rank sends and gets: rows, and their gradients back.
 
     Fields:
-        there, back: both ways. What comes back begins with the gradients of rows that were kept.
-        added: rows of the rank, and places where other gradients of theirs come back.
+        there, back: both ways. What comes back begins with gradients of rows that were kept;
+            then come gradients of rows that were sent, in the order of `there.sent`.
     """
 
     there: Moves
     back: Moves
-    added: tuple[tuple[slice, slice], ...]
 
 
 @functools.lru_cache(maxsize=64)
-def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> Exchange:
+def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> RoundTrip:
     """Return how a rank gets the rows that it wants: all of its own rows, or none of them."""
     pieces: list[tuple[int, int, slice, slice]] = []
     for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
-        for (chunk, row), (run, place) in product(with_begins(joined(held)), with_begins(runs)):
+        for (chunk, row), (run, place) in product(with_begins(together(held)), with_begins(runs)):
             first, last = max(chunk.start, run.start), min(chunk.stop, run.stop)
             if first < last and rank in (source, target):
                 rows = slice(first - chunk.start + row, last - chunk.start + row)
@@ -57,11 +56,10 @@ def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> Exchange:
         back.append((target, slice(end, end := end + rows.stop - rows.start)))
     there = Moves(sum(map(len, wanted[rank])), tuple(sent), tuple(received), tuple(kept))
     returned = Moves(end, there.received, tuple(back), tuple(pair[::-1] for pair in kept))
-    added = [(rows, places) for (_, rows), (_, places) in zip(sent, back, strict=True)]
-    return Exchange(there, returned, tuple(added))
+    return RoundTrip(there, returned)
 
 
-def joined(runs: Iterable[range]) -> tuple[range, ...]:
+def together(runs: Iterable[range]) -> tuple[range, ...]:
     """Return runs, of which those that touch or overlap the one before are one with it."""
     results: list[range] = []
     for run in filter(len, runs):
@@ -75,9 +73,3 @@ def with_begins(runs: Iterable[range]) -> list[tuple[range, int]]:
     """Return runs, each with the number of rows before it."""
     runs = tuple(runs)
     return list(zip(runs, accumulate(map(len, runs), initial=0), strict=False))
-
-
-def place_of(row: int, runs: Iterable[range]) -> int:
-    """Return how many rows of runs are before one of them; 0 if none is it."""
-    places = (begin + row - run.start for run, begin in with_begins(runs) if row in run)
-    return next(places, 0)

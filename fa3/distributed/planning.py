@@ -75,26 +75,22 @@ def plan(
     kv, qo = (2 * seqlen * heads * columns / 2**20 for heads in (heads_kv, heads_q))
     copies = math.lcm(heads_kv, num_ranks) // heads_kv
     sent = qo + copies * kv, qo + copies * kv * (1 + (copies > 1))
-    # dK and dV are float32, but for Ulysses where no key/value head is there twice.
-    received = {
-        "gather": (kv * others, 3 * kv * others),
-        "ring": (kv * others, 3 * kv * others),
-        "ulysses": (sent[0] * others / num_ranks, sent[1] * others / num_ranks),
-    }
     plans = []
     for name in methods:
         shares = (sum(pairs) // num_ranks,) * num_ranks if name == "ulysses" else pairs
         tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
         compute = tuple(x / tflops * 1e6 for x in tflop)
-        exposed = tuple(x * 2**20 / gbps / 1e3 for x in received[name])
+        # dK and dV are float32, but for Ulysses where no key/value head is there twice.
+        received = (kv * others, 3 * kv * others)
+        if name == "ulysses":
+            received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
+        exposed = tuple(x * 2**20 / gbps / 1e3 for x in received)
         if name == "ring":
             # Ranks compute while hops are under way, but for the last one of dK and dV.
             exposed = 0.0, 2 * exposed[0] / max(num_ranks - 1, 1)
         alone = sum(compute) * sum(pairs) / max(*shares, 1)
         efficiency = alone / num_ranks / max(sum(compute) + sum(exposed), 1e-9)
-        plans.append(
-            RankPlan(name, layout, shares, tflop, received[name], compute, exposed, efficiency)
-        )
+        plans.append(RankPlan(name, layout, shares, tflop, received, compute, exposed, efficiency))
     return max(plans, key=lambda one: one.efficiency)
 
 
@@ -137,9 +133,7 @@ def methods_for(
     }
     names = AUTO if method == "auto" else (method,)
     suited = [name for name in names if not any(refused[name].values())]
-    divides = heads_q % num_ranks == 0
-    methods = [name for name in suited if name != "ulysses" or divides]
-    if methods:
+    if methods := [name for name in suited if name != "ulysses" or heads_q % num_ranks == 0]:
         return methods
     if suited:
         raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks, got {heads_q}")
