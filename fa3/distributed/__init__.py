@@ -1,7 +1,6 @@
 """Attention over the ranks of a process group: layouts of a sequence, and calls on parts of it.
 
-Each rank holds some rows of q, k and v, as a layout says, and gets the same rows of the output. All
-communication goes through torch.distributed.
+Each rank holds some rows of q, k and v, as a layout says, and gets the same rows of the output.
 """
 
 from fa3.distributed.attention import flash_attn_func, flash_attn_varlen_func

@@ -66,39 +66,28 @@ class Split:
         by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
         return self.sums_back([(self.everything, self.moved(self.everything.back, by_rank))])[0]
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
-        count, rows = len(self.rows), self.rows[self.rank]
-        sent = x.unflatten(2, (count, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
-        received = sent.new_empty(sum(self.rows), *sent.shape[1:])
-        dist.all_to_all_single(
-            received, sent.contiguous(), self.rows, [rows] * count, group=self.group
-        )
-        return received.index_select(0, orders(self.chunks, x.device)[1]).transpose(0, 1)
-
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Return (batch, rows, heads, columns): the inverse of `to_heads`."""
-        count, rows = len(self.rows), self.rows[self.rank]
-        sent = x.transpose(0, 1).index_select(0, orders(self.chunks, x.device)[0])
-        received = sent.new_empty(count * rows, *sent.shape[1:])
-        dist.all_to_all_single(received, sent, [rows] * count, self.rows, group=self.group)
-        return received.unflatten(0, (count, rows)).permute(2, 1, 0, 3, 4).flatten(2, 3)
-
-    def moved(self, moves: Moves, *tensors: Tensor) -> Arriving:
+    def moved(self, moves: Moves, *tensors: Tensor, by_heads: bool = False) -> Arriving:
         """Return the rows that moves bring of the ranks' (batch, rows, ...).
 
-        This rank's own are in their places at once.
+        This rank's own are in their places at once. By heads, each rank gets its share of heads.
         """
-        held = [x.transpose(0, 1).contiguous() for x in tensors]
-        placed = [x.new_empty(moves.total, *x.shape[1:]) for x in held]
-        pairs: list[Any] = [(dist.isend, rank, x[rows]) for rank, rows in moves.sent for x in held]
+        count = len(self.rows)
+        if by_heads:
+            shares = (x.unflatten(2, (count, -1)).permute(2, 1, 0, 3, 4) for x in tensors)
+            held = [x.contiguous().unbind() for x in shares]
+        else:
+            held = [(x.transpose(0, 1).contiguous(),) * count for x in tensors]
+        placed = [x[0].new_empty(moves.total, *x[0].shape[1:]) for x in held]
+        pairs: list[Any] = [
+            (dist.isend, rank, x[rank][rows]) for rank, rows in moves.sent for x in held
+        ]
         pairs += [(dist.irecv, rank, y[places]) for rank, places in moves.received for y in placed]
         make: Any = functools.partial(dist.P2POp, group=self.group)
         operations = [make(begin, x, group_peer=rank) for begin, rank, x in pairs if x.numel()]
         works = dist.batch_isend_irecv(operations) if operations else []
         for rows, places in moves.kept:
             for x, y in zip(held, placed, strict=True):
-                y[places] = x[rows]
+                y[places] = x[self.rank][rows]
 
         def wait() -> None:
             while works:

@@ -95,8 +95,7 @@ class Hop(NamedTuple):
     """Keys that come here together.
 
     Fields:
-        parts: in the order of the rows.
-        exchange: by which ranks get the keys.
+        parts: in the order of the rows; exchange: by which ranks get the keys.
         order: of what they get, in which parts count, and which has a row twice at most; or None.
     """
 
@@ -146,19 +145,18 @@ class Hops:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, returns_lse: bool):
         """Return out, the log-sum-exp, and what the backward pass reads."""
-        batch, rows, heads, _ = q.shape
-        total = out = q.new_empty(batch, rows, heads, v.shape[3])
-        lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+        total = out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for hop, is_first, keys, values, wait in self.arrivals(k, v):
             for part in hop.parts:
                 if not part.is_local:
                     wait()
-                target = out if is_first else None
-                one, one_lse = self.attention.forward(part, q, keys, values, target)
+                read = part, q, keys, values
                 if is_first:
-                    lse[:, :, part.rows] = one_lse
+                    lse[:, :, part.rows] = self.attention.forward(*read, out)[1]
                 else:
-                    merge_into(total[:, part.rows], lse[:, :, part.rows], one, one_lse)
+                    results = self.attention.forward(*read)
+                    merge_into(total[:, part.rows], lse[:, :, part.rows], *results)
             if is_first and len(self.hops) > 1:
                 total = out.float()
         out = total.to(q.dtype)
@@ -176,13 +174,10 @@ class Hops:
                 read = q, keys, values, out, lse
                 more, *dkv, more_sinks = self.attention.backward(part, d_out, d_lse, *read)
                 gradients.append(dkv)
-                if not is_first:
-                    dq[:, part.rows] += more
-                    continue
-                dq[:, part.rows] = more
+                put = Tensor.copy_ if is_first else Tensor.add_
+                put(dq[:, part.rows], more)
                 if more_sinks is not None:
                     d_sinks = more_sinks if d_sinks is None else d_sinks + more_sinks
-            wait()
             sums: list[Tensor] = []
             # The last part sees most keys: what it gives becomes the sum.
             for part, dkv in zip(reversed(hop.parts), reversed(gradients), strict=True):
@@ -300,47 +295,64 @@ class Ulysses:
 
     Attributes:
         attention: to the whole sequence, of this rank's heads.
-        heads: these heads.
+        trip: of rows that become all rows.
+        orders: the rows' orders by ranks and in the sequence, or none.
         copies: how often each key/value head is there, so that each rank has whole heads.
     """
 
     split: Split
     attention: Alone
-    heads: slice
+    trip: RoundTrip
+    orders: tuple[Tensor, ...]
     copies: int
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
+        placed, wait = self.split.moved(self.trip.there, *tensors, by_heads=True)
+        wait()
+        return [x.index_select(1, self.orders[1]) for x in placed] if self.orders else placed
+
+    def to_rows(self, *tensors: Tensor) -> list[Tensor]:
+        """Return (batch, rows, heads, columns): the inverse of `to_heads`."""
+        if self.orders:
+            tensors = tuple(x.index_select(1, self.orders[0]) for x in tensors)
+        returned, wait = self.split.moved(self.trip.back, *tensors)
+        wait()
+        rows, rank = self.split.rows, self.split.rank
+        by_rank = (x.unflatten(1, (len(rows), rows[rank])).unbind(1) for x in returned)
+        # This rank's heads come first.
+        return [torch.cat((*x[1 : rank + 1], x[0], *x[rank + 1 :]), 2) for x in by_rank]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
-        read = tuple(map(self.split.to_heads, (q, k, v)))
+        read = self.to_heads(q, k, v)
         out, lse = self.attention.forward(Seen(), *read)
-        saved, rows_lse = (*read, out, lse), None
-        if returns_lse:
-            rows_lse = self.split.to_rows(lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
-        return self.split.to_rows(out), rows_lse, saved
+        columns = [lse.transpose(1, 2)[..., None]] if returns_lse else []
+        results = self.to_rows(out, *columns)
+        sent_lse = results[1].squeeze(3).transpose(1, 2) if returns_lse else None
+        return results[0], sent_lse, (*read, out, lse)
 
     def backward(self, d_out: Optional, d_lse: Optional, *saved: Tensor) -> FourGradients:
         """Return the gradients; copies of a key/value head have theirs added up in float32."""
         if d_out is not None:
-            d_out = self.split.to_heads(d_out)
+            (d_out,) = self.to_heads(d_out)
         if d_lse is not None:
-            d_lse = self.split.to_heads(d_lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
-        gradients = self.attention.backward(Seen(), d_out, d_lse, *saved, fp32_dkv=self.copies > 1)
-        dq, dk, dv = map(self.split.to_rows, gradients[:3])
+            d_lse = self.to_heads(d_lse.transpose(1, 2)[..., None])[0].squeeze(3).transpose(1, 2)
+        fp32 = self.copies > 1
+        *grads, d_sinks = self.attention.backward(Seen(), d_out, d_lse, *saved, fp32_dkv=fp32)
+        dq, dk, dv = self.to_rows(*grads)
         if self.copies > 1:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
-        d_sinks = gradients[3]
         if d_sinks is not None:
-            d_sinks = F.pad(d_sinks, (self.heads.start, dq.shape[2] - self.heads.stop))
+            before, heads = self.split.rank * len(d_sinks), dq.shape[2]
+            d_sinks = F.pad(d_sinks, (before, heads - before - len(d_sinks)))
         return dq, dk, dv, d_sinks
 
 
-RankMethod = Hops | Ulysses
-SHARED_OPTIONS = (
-    "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sinks", "deterministic",
-    "sm_margin",
-)  # fmt: skip
+SHARED = "softmax_scale causal window_size softcap alibi_slopes sinks deterministic sm_margin"
+"""Names of options that both passes share."""
 
 
 def window_of(options: dict[str, Any]) -> Window:
@@ -350,9 +362,9 @@ def window_of(options: dict[str, Any]) -> Window:
 
 def method_of(
     named: dict[str, Any], split: Split, ends: tuple[int, ...], q: Tensor, v: Tensor
-) -> RankMethod:
+) -> Hops | Ulysses:
     """Return what computes a call that is checked; `ends` are of documents."""
-    window, options = window_of(named), {name: named[name] for name in SHARED_OPTIONS}
+    window, options = window_of(named), {x: named[x] for x in SHARED.split()}
     options |= {"causal": False, "window_size": tuple(window)}
     method, heads = named["method"], (q.shape[2], v.shape[2])
     if method == "auto":
@@ -364,10 +376,14 @@ def method_of(
         mine = slice(split.rank * each, (split.rank + 1) * each)
         modifiers = {x: options[x] for x in ("alibi_slopes", "sinks") if options[x] is not None}
         options |= {name: x[..., mine] for name, x in modifiers.items()}
-        rows = tuple(end - begin for begin, end in pairwise(ends))
-        lengths = packed_lengths(q.device, rows, rows) if ends else {}
-        copies = math.lcm(heads[1], count) // heads[1]
-        return Ulysses(split, Alone(options, lengths), mine, copies)
+        lengths, copies = {}, math.lcm(heads[1], count) // heads[1]
+        by_rank: tuple[Tensor, ...] = ()
+        trip = exchange_of(split.chunks, ((range(sum(split.rows)),),) * count, split.rank)
+        if ends:
+            rows = tuple(end - begin for begin, end in pairwise(ends))
+            lengths = packed_lengths(q.device, rows, rows)
+            trip, by_rank = split.everything, orders(split.chunks, q.device)
+        return Ulysses(split, Alone(options, lengths), trip, by_rank, copies)
     if method == "ring":
         hops = ring_hops(split.chunks, split.rank, window.right == 0)
         return Hops(split, Alone(options | {"window_size": (NO_BOUND, NO_BOUND)}), hops)

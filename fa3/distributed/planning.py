@@ -77,13 +77,13 @@ def plan(
     sent = qo + copies * kv, qo + copies * kv * (1 + (copies > 1))
     plans = []
     for name in methods:
-        shares = (sum(pairs) // num_ranks,) * num_ranks if name == "ulysses" else pairs
+        # dK and dV are float32, but for Ulysses where no key/value head is there twice.
+        shares, received = pairs, (kv * others, 3 * kv * others)
+        if name == "ulysses":
+            shares = (sum(pairs) // num_ranks,) * num_ranks
+            received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
         tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
         compute = tuple(x / tflops * 1e6 for x in tflop)
-        # dK and dV are float32, but for Ulysses where no key/value head is there twice.
-        received = (kv * others, 3 * kv * others)
-        if name == "ulysses":
-            received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
         exposed = tuple(x * 2**20 / gbps / 1e3 for x in received)
         if name == "ring":
             # Ranks compute while hops are under way, but for the last one of dK and dV.
@@ -113,11 +113,7 @@ def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Win
 def methods_for(
     method: str, num_ranks: int, heads_q: int, window: Window, has_slopes: bool, is_packed: bool
 ) -> list[str]:
-    """Return the methods to choose from: the one that is asked for, or those that suit a call.
-
-    Raises:
-        ValueError, NotImplementedError: none suits it.
-    """
+    """Return the methods that suit a call, of all or the one that is asked for; or raise."""
     sees_later, is_bounded = window.right != 0, window.left >= 0 or window.right >= 0
     refused = {
         "gather": {
