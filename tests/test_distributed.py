@@ -105,6 +105,9 @@ def ranks(request, tmp_path_factory):
 
 
 ON_CPU = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
+ON_GPUS = pytest.mark.parametrize(
+    "ranks", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 
 
 def operands_of(batch, seqlen, heads_kv, head_dims=(HEAD_DIM, HEAD_DIM_V), heads=HEADS):
@@ -433,9 +436,38 @@ def attend_by_torch(group):
     return (zigzag.shard(alone, group=group) - dq).abs().max().item()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@ON_GPUS
 def test_torch_splits_a_sequence_on_fa3(ranks):
     assert max(ranks.run(ranks.count, attend_by_torch)) < 0.02
+
+
+def captured(group, method):
+    """Return the largest error of a captured call that is replayed with other tensors."""
+    device = device_of(group)
+    first, second = (
+        [
+            zigzag.shard(seeded(1, 512, 4, 64, seed=3 * i + j).to(device), group=group)
+            for j in range(3)
+        ]
+        for i in range(2)
+    )
+    attend = partial(flash_attn_func, layout=zigzag, group=group, method=method, causal=True)
+    expected = attend(*second, seqlen=512)
+    attend(*first, seqlen=512)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*first, seqlen=512)
+    for x, y in zip(first, second, strict=True):
+        x.copy_(y)
+    graph.replay()
+    return (out - expected).abs().max().item()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("method", METHODS)
+def test_a_captured_call_may_be_replayed(ranks, method):
+    assert max(ranks.run(ranks.count, captured, method)) == 0
 
 
 def run_example(group):

@@ -11,8 +11,7 @@ from fa3.calls.kvcache import flash_attn_with_kvcache as attend_alone
 from fa3.calls.options import as_pair, check_window, flag
 from fa3.distributed.exchange import Group, group_of
 
-# Torch 2.13 renamed it; 2.10 has only the old name.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # till 2.12
 
 LSE_COLUMNS = 4
 """Columns that a row's log-sum-exp takes next to its output: 16 bytes, so that rows are aligned."""

@@ -1,7 +1,7 @@
 """What the ranks of a group send each other: rows, heads, and what they were asked for."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -64,28 +64,32 @@ class Split:
     def sums(self, x: Tensor) -> Tensor:
         """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
         by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
-        return self.sums_back([(self.everything, self.moved(self.everything.back, by_rank))])[0]
+        trip = self.everything
+        return self.add_back([], trip, self.moved(trip.back, by_rank))[0]
 
     def moved(self, moves: Moves, *tensors: Tensor, by_heads: bool = False) -> Arriving:
         """Return the rows that moves bring of the ranks' (batch, rows, ...).
 
         This rank's own are in their places at once. By heads, each rank gets its share of heads.
         """
-        count = len(self.rows)
+        total, sent, received, kept = moves
         if by_heads:
-            shares = (x.unflatten(2, (count, -1)).permute(2, 1, 0, 3, 4) for x in tensors)
-            held = [x.contiguous().unbind() for x in shares]
+            tensors = tuple(x.unflatten(2, (len(self.rows), -1)).movedim(2, 0) for x in tensors)
+            held = [x.transpose(1, 2).contiguous().unbind() for x in tensors]
         else:
-            held = [(x.transpose(0, 1).contiguous(),) * count for x in tensors]
-        placed = [x[0].new_empty(moves.total, *x[0].shape[1:]) for x in held]
-        pairs: list[Any] = [
-            (dist.isend, rank, x[rank][rows]) for rank, rows in moves.sent for x in held
-        ]
-        pairs += [(dist.irecv, rank, y[places]) for rank, places in moves.received for y in placed]
-        make: Any = functools.partial(dist.P2POp, group=self.group)
-        operations = [make(begin, x, group_peer=rank) for begin, rank, x in pairs if x.numel()]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        for rows, places in moves.kept:
+            held = [(x.transpose(0, 1).contiguous(),) * len(self.rows) for x in tensors]
+        placed = [x[0].new_empty(total, *x[0].shape[1:]) for x in held]
+        # Torch's functions for this cost the host several times as much.
+        group, device = self.group, placed[0].device
+        steps: list[Any] = [(group.send, x[rank][rows], rank) for rank, rows in sent for x in held]
+        steps += [(group.recv, y[places], rank) for rank, places in received for y in placed]
+        is_batch = bool(steps) and group._get_backend(device).supports_coalescing
+        if is_batch:
+            group._start_coalescing(device)
+        works = [begin([x], rank, 0) for begin, x, rank in steps]
+        if is_batch:
+            works = [group._end_coalescing(device)]
+        for rows, places in kept:
             for x, y in zip(held, placed, strict=True):
                 y[places] = x[self.rank][rows]
 
@@ -93,20 +97,18 @@ class Split:
             while works:
                 works.pop().wait()
             # Until here nothing else may have the memory of what is sent.
-            operations.clear()
-            pairs.clear()
+            steps.clear()
 
         return [y.transpose(0, 1) for y in placed], wait
 
-    def sums_back(self, returns: Iterable[tuple[RoundTrip, Arriving]]) -> list[Tensor]:
-        """Return the sums of this rank's rows over what comes back, the first with them all."""
-        sums: list[Tensor] = []
-        for (there, back), (parts, wait) in returns:
-            wait()
-            sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
-            for (_, rows), (_, places) in zip(there.sent, back.received, strict=True):
-                for total, x in zip(sums, parts, strict=True):
-                    total[:, rows] += x[:, places]
+    def add_back(self, sums: list[Tensor], trip: RoundTrip, arriving: Arriving) -> list[Tensor]:
+        """Return sums over this rank's rows with what comes back, which may be all there is yet."""
+        parts, wait = arriving
+        wait()
+        sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
+        for (_, rows), (_, places) in zip(trip.there.sent, trip.back.received, strict=True):
+            for total, x in zip(sums, parts, strict=True):
+                total[:, rows] += x[:, places]
         return sums
 
 

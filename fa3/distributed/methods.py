@@ -151,11 +151,11 @@ class Hops:
             for part in hop.parts:
                 if not part.is_local:
                     wait()
-                read = part, q, keys, values
+                target = out if is_first else None
+                results = self.attention.forward(part, q, keys, values, target)
                 if is_first:
-                    lse[:, :, part.rows] = self.attention.forward(*read, out)[1]
+                    lse[:, :, part.rows] = results[1]
                 else:
-                    results = self.attention.forward(*read)
                     merge_into(total[:, part.rows], lse[:, :, part.rows], *results)
             if is_first and len(self.hops) > 1:
                 total = out.float()
@@ -165,20 +165,18 @@ class Hops:
     def backward(self, d_out: Optional, d_lse: Optional, *saved: Tensor) -> FourGradients:
         """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
         q, k, v, out, lse = saved
-        dq, d_sinks, returns = torch.empty_like(q), None, []
+        dq, d_sinks, returns, totals = torch.empty_like(q), None, [], list[Tensor]()
         for hop, is_first, keys, values, wait in self.arrivals(k, v):
-            gradients = []
+            gradients, sums = [], list[Tensor]()
             for part in hop.parts:
                 if not part.is_local:
                     wait()
                 read = q, keys, values, out, lse
                 more, *dkv, more_sinks = self.attention.backward(part, d_out, d_lse, *read)
                 gradients.append(dkv)
-                put = Tensor.copy_ if is_first else Tensor.add_
-                put(dq[:, part.rows], more)
+                (Tensor.copy_ if is_first else Tensor.add_)(dq[:, part.rows], more)
                 if more_sinks is not None:
                     d_sinks = more_sinks if d_sinks is None else d_sinks + more_sinks
-            sums: list[Tensor] = []
             # The last part sees most keys: what it gives becomes the sum.
             for part, dkv in zip(reversed(hop.parts), reversed(gradients), strict=True):
                 begin, end, _ = part.keys.indices(count := keys.shape[1])
@@ -188,9 +186,11 @@ class Hops:
                 sums = sums or [F.pad(x, outside) if any(outside) else x for x in dkv]
             sums = sums or [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
             returns.append((hop.exchange, hop.start_back(self.split, *sums)))
+            if len(returns) == 2:
+                totals = self.split.add_back(totals, *returns.pop(0))
             if is_first and len(self.hops) > 1:
                 dq = dq.float()
-        dk, dv = self.split.sums_back(returns)
+        dk, dv = self.split.add_back(totals, *returns[0])
         return dq, dk, dv, d_sinks
 
 
@@ -351,8 +351,9 @@ class Ulysses:
         return dq, dk, dv, d_sinks
 
 
-SHARED = "softmax_scale causal window_size softcap alibi_slopes sinks deterministic sm_margin"
-"""Names of options that both passes share."""
+OF_BOTH_PASSES = (
+    "softmax_scale causal window_size softcap alibi_slopes sinks deterministic sm_margin"
+)
 
 
 def window_of(options: dict[str, Any]) -> Window:
@@ -364,7 +365,7 @@ def method_of(
     named: dict[str, Any], split: Split, ends: tuple[int, ...], q: Tensor, v: Tensor
 ) -> Hops | Ulysses:
     """Return what computes a call that is checked; `ends` are of documents."""
-    window, options = window_of(named), {x: named[x] for x in SHARED.split()}
+    window, options = window_of(named), {x: named[x] for x in OF_BOTH_PASSES.split()}
     options |= {"causal": False, "window_size": tuple(window)}
     method, heads = named["method"], (q.shape[2], v.shape[2])
     if method == "auto":
