@@ -351,9 +351,7 @@ class Ulysses:
         return dq, dk, dv, d_sinks
 
 
-OF_BOTH_PASSES = (
-    "softmax_scale causal window_size softcap alibi_slopes sinks deterministic sm_margin"
-)
+SHARED = "softmax_scale causal window_size softcap alibi_slopes sinks deterministic sm_margin"
 
 
 def window_of(options: dict[str, Any]) -> Window:
@@ -365,7 +363,7 @@ def method_of(
     named: dict[str, Any], split: Split, ends: tuple[int, ...], q: Tensor, v: Tensor
 ) -> Hops | Ulysses:
     """Return what computes a call that is checked; `ends` are of documents."""
-    window, options = window_of(named), {x: named[x] for x in OF_BOTH_PASSES.split()}
+    window, options = window_of(named), {x: named[x] for x in SHARED.split()}
     options |= {"causal": False, "window_size": tuple(window)}
     method, heads = named["method"], (q.shape[2], v.shape[2])
     if method == "auto":
