@@ -43,15 +43,11 @@ def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
 def check_scores(
     q: torch.Tensor,
     k: torch.Tensor,
-    scale: float,
+    scale: float,  # the softmax scale
+    # Which rows of packed q and k count; None for all.
     used: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1.
-
-    Args:
-        scale: the softmax scale.
-        used: which rows of packed q and k count; None for all.
-    """
+    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1."""
     if not q.is_cpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "scores cannot be checked while a CUDA graph is captured: FA3_ASSERTIONS=1 can check a "

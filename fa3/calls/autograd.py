@@ -110,25 +110,19 @@ class WithoutDerivative(torch.autograd.Function):
         raise no_second_derivative(ctx.name)
 
 
-NO_LENGTHS = (None,) * 4
-"""The lengths of a dense call."""
+NO_LENGTHS = (None,) * 4  # the lengths of a dense call
 
 
 class DifferentiableCall(NamedTuple):
-    """A call, without the tensors that may have a gradient.
+    """A call, without the tensors that may have a gradient."""
 
-    Fields:
-        attend: takes q, k, v and the tensors of scores, mask and sinks, None for none; gives out
-            and the log-sum-exp.
-        lengths: the `PackedLengths`.
-        returns_lse: whether the log-sum-exp is wanted: each result costs torch 1 us.
-    """
-
+    # Takes q, k, v and the tensors of scores, mask and sinks, None for none; gives out and the
+    # log-sum-exp.
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: BackwardCall
-    lengths: Sequence[torch.Tensor | None]
+    lengths: Sequence[torch.Tensor | None]  # the `PackedLengths`
     dropout: Dropout | None
-    returns_lse: bool
+    returns_lse: bool  # whether the log-sum-exp is wanted: each result costs torch 1 us
 
 
 class DifferentiableAttention(torch.autograd.Function):

@@ -49,37 +49,25 @@ SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT = slots(
 
 
 class PreparedBackward(NamedTuple):
-    """What a launch takes of kernels and sizes; the tensors are filled in.
+    """What a launch takes of kernels and sizes; the tensors are filled in."""
 
-    Fields:
-        entry: launches the kernels.
-        template: the `PassArguments` in order, the tensors still missing.
-        buffer_size: 32-bit numbers of the buffer that the kernels share.
-        tile_m: queries of a tile.
-        dkv_dtype: dtype of dK and dV; the dtype of K and V if None.
-    """
-
-    entry: Callable
-    template: list
-    buffer_size: int
-    tile_m: int
-    dkv_dtype: torch.dtype | None
+    entry: Callable  # launches the kernels
+    template: list  # the `PassArguments` in order, the tensors still missing
+    buffer_size: int  # 32-bit numbers of the buffer that the kernels share
+    tile_m: int  # queries of a tile
+    dkv_dtype: torch.dtype | None  # dtype of dK and dV; the dtype of K and V if None
 
     @classmethod
     def of(
         cls,
         kernels: BackwardKernels,
-        entry: Callable,
+        entry: Callable,  # of the kernels, loaded
         sizes: BackwardSizes,
         shares: KeyShares,
         window: Window,
         num_sms: int,
     ) -> "PreparedBackward":
-        """Prepare launches of these sizes on so many SMs.
-
-        Args:
-            entry: of the kernels, loaded.
-        """
+        """Prepare launches of these sizes on so many SMs."""
         template = template_of_pass(kernels, sizes, shares, window, num_sms)
         dtype = torch.float32 if kernels.writes_fp32 else None
         return cls(entry, template, sizes.layout.end, kernels.config.tile_m, dtype)
@@ -87,18 +75,13 @@ class PreparedBackward(NamedTuple):
     def launch(
         self,
         operands: BackwardOperands,
-        lengths: PackedLengths | None,
+        lengths: PackedLengths | None,  # of packed sequences; None without
         softmax_scale: float,
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor, ...],  # of the spec's scores, mask and sinks
         dropout: Dropout | None,
         wants_sinks: bool,
     ) -> Gradients:
-        """Run the kernels on the current stream of the tensors' GPU.
-
-        Args:
-            lengths: of packed sequences; None without.
-            tensors: of the spec's scores, mask and sinks.
-        """
+        """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, d_out, d_lse = operands
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(self.buffer_size)
@@ -162,9 +145,7 @@ def load_packed(
     writes_fp32: bool,
 ) -> tuple[BackwardKernels, Callable]:
     """Load the kernels for packed sequences; return them and their entry.
-
-    Remembered, since to look a kernel up takes 20 us, and the object keeps its constants.
-    """
+    Remembered, since to look a kernel up takes 20 us, and the object keeps its constants."""
     kernels = BackwardKernels(spec, is_ordered, splits, True, *has_used, writes_fp32=writes_fp32)
     return kernels, load_kernel(kernels.entry)
 
@@ -192,20 +173,15 @@ def prepare_packed(
 
 
 class BackwardCall(NamedTuple):
-    """The backward pass of a call, without its tensors.
+    """The backward pass of a call, without its tensors."""
 
-    Fields:
-        problem: of a dense call; of packed sequences the spec and the window.
-        longest: max_seqlen_q and max_seqlen_k of packed sequences; None for a dense call.
-        deterministic: whether dQ has the same bits every time; dK and dV always have.
-        num_sms: SMs of a GPU that may be used.
-    """
-
+    # Of a dense call; of packed sequences the spec and the window.
     problem: Problem | tuple[AttentionSpec, Window]
+    # max_seqlen_q and max_seqlen_k of packed sequences; None for a dense call.
     longest: tuple[int, int] | None
     softmax_scale: float
-    deterministic: bool
-    num_sms: int
+    deterministic: bool  # whether dQ has the same bits every time; dK and dV always have
+    num_sms: int  # SMs of a GPU that may be used
 
     @property
     def function(self) -> str:
@@ -214,20 +190,15 @@ class BackwardCall(NamedTuple):
 
     def gradients(
         self,
+        # `d_out` and `d_lse` are None for zeros, and may be laid out in any way.
         operands: BackwardOperands,
+        # The `PackedLengths`; of a dense call they are not read.
         lengths: Sequence[torch.Tensor | None],
-        tensors: tuple[torch.Tensor, ...],
-        wanted: Wanted,
-        dropout: Dropout | None,
+        tensors: tuple[torch.Tensor, ...],  # of the spec's scores, mask and sinks, in this order
+        wanted: Wanted,  # the gradients that are used; on a GPU q, k and v have theirs together
+        dropout: Dropout | None,  # of the forward pass, where the spec has it
     ) -> Gradients:
         """Compute the gradients.
-
-        Args:
-            operands: `d_out` and `d_lse` are None for zeros, and may be laid out in any way.
-            lengths: the `PackedLengths`; of a dense call they are not read.
-            tensors: of the spec's scores, mask and sinks, in this order.
-            wanted: the gradients that are used; on a GPU q, k and v have theirs together.
-            dropout: of the forward pass, where the spec has it.
 
         Returns:
             the gradients of q, k, v and the sinks, contiguous. Rows that see no key or are not

@@ -108,26 +108,19 @@ REQUIRED_OF_PACKED = indices_of("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 PLACES_OF_TOTAL = indices_of("q", "out")
 """The tensors that have as many rows as there are packed queries."""
 
-ANY_NUMBER = 1
-"""In a description, what may be another number in each call."""
+ANY_NUMBER = 1  # in a description, what may be another number in each call
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
 
-LENGTHS = "an integer or an int32 torch.Tensor"
-"""What cache_seqlens may be."""
-
-ROTARY_UNIT = 16
-"""A rotary embedding turns a multiple of this many columns."""
+LENGTHS = "an integer or an int32 torch.Tensor"  # what cache_seqlens may be
+ROTARY_UNIT = 16  # A rotary embedding turns a multiple of this many columns
 
 STRIDE_UNIT = ALIGNMENT // min(dtype.itemsize for dtype in DTYPES)
 """Elements of which strides may be any multiple."""
 
-SPARE = 1024
-"""Positions beyond the last key that kernels count, in blocks."""
-
-MOST_FORWARD_TILES = 1 << 24
-"""Tiles at most: 32 bits count their marks and log-sum-exps."""
+SPARE = 1024  # positions beyond the last key that kernels count, in blocks
+MOST_FORWARD_TILES = 1 << 24  # tiles at most: 32 bits count their marks and log-sum-exps
 
 MOST_RAGGED_ROWS = 1 << 29
 """Rows of a tensor at most: 32 bits hold the sum of two rows' numbers and a bound of a window."""

@@ -39,8 +39,7 @@ MAX_COMBINED_HEAD_DIM = 512
 MOST_COMBINED = 1 << 30
 """Parts, and rows of each, that 32 bits count with the steps of a walk over them."""
 
-COMBINE_CTAS = 16
-"""CTAs of the kernel that merges, for each SM."""
+COMBINE_CTAS = 16  # CTAs of the kernel that merges, for each SM
 
 
 @operators.registers

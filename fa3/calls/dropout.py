@@ -11,8 +11,7 @@ from fa3.calls.options import check_probability, integer, real
 from fa3.primitives.coords import Position
 from fa3.reference.dropout import Dropout
 
-STATE_BYTES = 8
-"""Bytes of a seed."""
+STATE_BYTES = 8  # bytes of a seed
 
 
 def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor) -> Dropout | None:

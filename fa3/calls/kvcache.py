@@ -256,19 +256,13 @@ def flash_attn_with_kvcache(
 
 
 def attend_to_cache(
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
     checked: Checked,
     softmax_scale: float | None,
-    length: object = None,
-    function_tensors: tuple[torch.Tensor, ...] = (),
+    length: object = None,  # a number in place of cache_seqlens
+    function_tensors: tuple[torch.Tensor, ...] = (),  # of the user's score and mask
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Append and attend; what the public functions return.
-
-    Args:
-        tensors: the `TENSORS`.
-        length: a number in place of cache_seqlens.
-        function_tensors: of the user's score and mask.
-    """
+    """Append and attend; what the public functions return."""
     q, is_packed = tensors[0], tensors[12] is not None
     call, begins = checked.latest.find(tensors)
     if call is None:
@@ -323,49 +317,32 @@ BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP, APPEND_DESCALES = slots(
 
 @dataclass(frozen=True, slots=True)
 class PreparedCacheCall:
-    """What a call's description leads to, whatever the total of packed queries is.
+    """What a call's description leads to, whatever the total of packed queries is."""
 
-    Fields:
-        description: of all tensors.
-        append: appends and rotates; None if nothing is appended.
-        attends: the kernels that attend; None if there are no keys, or no queries to attend from.
-        query_step: 1 if each query has a rotary position of its own, 0 if they share one.
-        lse_shape: None for packed queries, whose total it has.
-        head_dim: columns of q.
-        most_queries: rows of packed queries that 32 bits count.
-        has_rotated_in_out: whether rotated queries may be in the output's memory.
-        has_host_integers: whether an int32 tensor is on the CPU.
-        apart: checks that what is written shares no memory with other tensors; None if nothing of
-            the caller's is written, and for packed queries.
-        scales: None unless the cache is FP8.
-    """
-
-    description: AttentionCall
-    append: Callable | None
+    description: AttentionCall  # of all tensors
+    append: Callable | None  # appends and rotates; None if nothing is appended
+    # The kernels that attend; None if there are no keys, or no queries to attend from.
     attends: PreparedDecode | PackedCall | None
-    query_step: int
+    query_step: int  # 1 if each query has a rotary position of its own, 0 if they share one
     output: Output
-    lse_shape: tuple[int, ...] | None
-    head_dim: int
-    most_queries: int
-    has_rotated_in_out: bool
-    has_host_integers: bool
+    lse_shape: tuple[int, ...] | None  # None for packed queries, whose total it has
+    head_dim: int  # columns of q
+    most_queries: int  # rows of packed queries that 32 bits count
+    has_rotated_in_out: bool  # whether rotated queries may be in the output's memory
+    has_host_integers: bool  # whether an int32 tensor is on the CPU
+    # Checks that what is written shares no memory with other tensors; None if nothing of the
+    # caller's is written, and for packed queries.
     apart: CheckOfAddresses | None
-    scales: Scales | None
+    scales: Scales | None  # None unless the cache is FP8
 
     def run(
         self,
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`, the int32 ones on q's device
         softmax_scale: float,
         return_lse: bool,
-        function_tensors: tuple[torch.Tensor, ...] = (),
+        function_tensors: tuple[torch.Tensor, ...] = (),  # the tensors of the user's score and mask
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Append, and attend; what `flash_attn_with_kvcache` returns.
-
-        Args:
-            tensors: the `TENSORS`, the int32 ones on q's device.
-            function_tensors: the tensors of the user's score and mask.
-        """
+        """Append, and attend; what `flash_attn_with_kvcache` returns."""
         (
             q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
             used_q, _, scale_q, scale_k, scale_v, slopes, sinks, out,
@@ -408,14 +385,11 @@ class PreparedCacheCall:
     def append_tokens(
         self,
         tensors: tuple[torch.Tensor | None, ...],
-        rotated: torch.Tensor | None,
+        rotated: torch.Tensor | None,  # where rotated queries may go; None for memory of their own
+        # Of keys and values in an FP8 cache; queries are in 16 bits.
         descales: tuple[torch.Tensor, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Append k and v to the caches.
-
-        Args:
-            rotated: where rotated queries may go; None for memory of their own.
-            descales: of keys and values in an FP8 cache; queries are in 16 bits.
 
         Returns:
             the queries, rotated if there are rotary tables; the lengths, with the new tokens if
@@ -582,13 +556,9 @@ def check_written(call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, .
 def with_integers_on_device(
     call: PreparedCacheCall,
     tensors: tuple[torch.Tensor | None, ...],
-    length: int | None,
+    length: int | None,  # of each sequence; None if cache_seqlens says it
 ) -> tuple[torch.Tensor | None, ...]:
-    """The `TENSORS` with the int32 ones on q's device; checks what the host can see of them.
-
-    Args:
-        length: of each sequence; None if cache_seqlens says it.
-    """
+    """The `TENSORS` with the int32 ones on q's device; checks what the host can see of them."""
     integers = tensors[OF_INTEGERS]
     if length is not None:
         integers = length, *integers[1:]

@@ -91,8 +91,7 @@ from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-Parameters = ParamSpec("Parameters")
-"""The arguments of a public function."""
+Parameters = ParamSpec("Parameters")  # the arguments of a public function
 
 # Options in torch's words. Torch is not told their defaults: it would leave out of a call what has
 # its default, and lists of tensors must be in their places for autograd.
@@ -169,9 +168,7 @@ FUNCTIONS: dict[str, tuple[Callable, frozenset[str]]] = {}
 
 def registers(function: Callable[Parameters, object]) -> Callable[Parameters, Any]:
     """Have operators stand for a public function; for decorating it.
-
-    Type checkers check its arguments. What it returns, a tensor or two, they cannot know.
-    """
+    Type checkers check its arguments. What it returns, a tensor or two, they cannot know."""
     FUNCTIONS[function.__name__] = function, frozenset(inspect.signature(function).parameters)
     return function
 
@@ -340,6 +337,7 @@ torch.library.register_autograd(
 
 
 def check_results(
+    # q, v: checked, dense or packed.
     q: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
@@ -347,11 +345,7 @@ def check_results(
     d_out: torch.Tensor | None,
     d_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients in memory; raise unless all are of a call with this q and v.
-
-    Args:
-        q, v: checked, dense or packed.
-    """
+    """The gradients in memory; raise unless all are of a call with this q and v."""
     dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
     *batch, rows, heads, _ = q.shape
     q_operand, out_operand = Operand(*describe("q", q)), Operand(*describe("out", out))
@@ -374,11 +368,7 @@ def check_results(
 
 
 class BackwardOptions(NamedTuple):
-    """Options of a backward pass, as `flash_attn_func` takes them.
-
-    Fields:
-        fp32_dkv: whether dK and dV are fp32.
-    """
+    """Options of a backward pass, as `flash_attn_func` takes them."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -391,7 +381,7 @@ class BackwardOptions(NamedTuple):
     deterministic: bool = False
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None
-    fp32_dkv: bool = False
+    fp32_dkv: bool = False  # whether dK and dV are fp32
 
 
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -406,18 +396,15 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def gradients_of_call(
+    # What the forward pass took and gave; d_out and d_lse are None for zeros.
     operands: BackwardOperands,
     options: BackwardOptions,
+    # lengths, max_seqlen_q, max_seqlen_k: of packed sequences.
     lengths: PackedLengths | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
-
-    Args:
-        operands: what the forward pass took and gave; d_out and d_lse are None for zeros.
-        lengths, max_seqlen_q, max_seqlen_k: of packed sequences.
-    """
+    """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements."""
     q, k, v, out, lse, d_out, d_lse = operands
     window = check_window(options.window_size, options.causal)
     check_softcap(options.softcap)

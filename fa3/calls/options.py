@@ -64,24 +64,16 @@ OPTION_KINDS: dict[str, type] = {
 
 
 class Function(NamedTuple):
-    """How the options of a kind of calls are checked.
+    """How the options of a kind of calls are checked."""
 
-    Fields:
-        options: their names, in the order in which the function hands them over.
-        splits_keys: whether num_splits may be above 1.
-        has_packing: what pack_gqa may be besides None; None if the caller chooses.
-        note: what is added to a complaint about `causal`.
-    """
-
-    options: tuple[str, ...]
-    splits_keys: bool
-    has_packing: bool | None
-    note: str = ""
+    options: tuple[str, ...]  # their names, in the order in which the function hands them over
+    splits_keys: bool  # whether num_splits may be above 1
+    has_packing: bool | None  # what pack_gqa may be besides None; None if the caller chooses
+    note: str = ""  # what is added to a complaint about `causal`
 
 
 DESCALES = "q_descale", "k_descale", "v_descale"
-UNSUPPORTED = "qv", *DESCALES
-"""What must be None where a function hands it over."""
+UNSUPPORTED = "qv", *DESCALES  # what must be None where a function hands it over
 
 PACKING = "pack_gqa", "shares_heads"
 """Of calls where pack_gqa is not the caller's choice; with it, whether query heads share a
@@ -102,29 +94,21 @@ OPTIONS_OF_KINDS = {
 
 
 class Options(NamedTuple):
-    """The options that calls are prepared by, in their types.
+    """The options that calls are prepared by, in their types."""
 
-    Fields:
-        window: with causal folded in.
-        pack_gqa: of dense calls; False where a gradient is wanted and the caller leaves it open.
-        max_seqlen_q: of packed queries on a cache.
-        metadata: the `SchedulerMetadata` of a call on a cache or on packed sequences.
-        functions: the `ModifierSpec` of the user's score and mask; None without.
-        kind: of calls.
-    """
-
-    window: Window = Window()
+    window: Window = Window()  # with causal folded in
     softcap: float = 0.0
     num_splits: int = 0
     sm_margin: int = 0
+    # Of dense calls; False where a gradient is wanted and the caller leaves it open.
     pack_gqa: bool | None = None
     has_dropout: bool = False
     rotary_interleaved: bool = True
     batch_invariant: bool = False
-    max_seqlen_q: int | None = None
-    metadata: Any = None
-    functions: Any = None
-    kind: str = CACHED
+    max_seqlen_q: int | None = None  # of packed queries on a cache
+    metadata: Any = None  # the `SchedulerMetadata` of a call on a cache or on packed sequences
+    functions: Any = None  # the `ModifierSpec` of the user's score and mask; None without
+    kind: str = CACHED  # of calls
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -134,36 +118,25 @@ def latest_call(options: Options) -> FastPath:
 
 
 class Checked(NamedTuple):
-    """What a call makes of its options.
+    """What a call makes of its options."""
 
-    Fields:
-        options: what it is prepared by.
-        latest: of `latest_call`.
-    """
-
-    options: Options
+    options: Options  # what it is prepared by
     returns_lse: bool
     deterministic: bool
     dropout_p: float
-    latest: FastPath
+    latest: FastPath  # of `latest_call`
 
 
 def options_of(
     kind: str,
-    of_flash_attention_2: object,
+    of_flash_attention_2: object,  # what came where FlashAttention-2 has a dropout probability
     window_size: Sequence[int],
-    values: tuple,
-    has_gradient: bool = False,
+    values: tuple,  # in the order of `OPTIONS_OF_KINDS`
+    has_gradient: bool = False,  # whether a dense call wants one
+    # max_seqlen_q of a call on a cache, and metadata.
     of_cache: tuple[int | None, Any] = (None, None),
 ) -> Checked:
-    """Check the options of a call, or find what was made of the same ones before.
-
-    Args:
-        of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
-        values: in the order of `OPTIONS_OF_KINDS`.
-        has_gradient: whether a dense call wants one.
-        of_cache: max_seqlen_q of a call on a cache, and metadata.
-    """
+    """Check the options of a call, or find what was made of the same ones before."""
     if not (
         type(window_size) is tuple and len(window_size) == 2
         and type(window_size[0]) is type(window_size[1]) is int

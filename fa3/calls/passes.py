@@ -35,10 +35,8 @@ from fa3.scores.masks import Mask
 
 def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Callable]:
     """Give a function parameters in this order, which it takes by name; for decorating it.
-
     Types and defaults are the function's, or else the first other function's that has the
-    parameter; None where none has it. Its other parameters are taken by name only.
-    """
+    parameter; None where none has it. Its other parameters are taken by name only."""
 
     def decorate(function: Callable) -> Callable:
         order, signatures = names.split(), list(map(inspect.signature, (function, *functions)))
@@ -129,8 +127,7 @@ LENGTH_NAMES = (
 )  # fmt: skip
 """Arguments that a dense call does not have."""
 
-OF_PACKED_CACHE = ("cu_seqlens_q", "seqused_k")
-"""With these alone, keys are in a cache."""
+OF_PACKED_CACHE = ("cu_seqlens_q", "seqused_k")  # with these alone, keys are in a cache
 
 
 @with_parameters(

@@ -252,18 +252,15 @@ def get_scheduler_metadata(
 
 def keys_in_cache(
     batch: int,
+    # lengths, ends_new, leftpad: cache_seqlens, cu_seqlens_k_new and cache_leftpad.
     lengths: int | torch.Tensor,
     ends_new: torch.Tensor | None,
     leftpad: torch.Tensor | None,
+    # most_keys, most_new: keys of a sequence with new tokens, and new tokens, at most.
     most_keys: int,
     most_new: int,
 ) -> list[int] | None:
-    """Keys of each sequence with the new tokens and without padding; None if not to be seen.
-
-    Args:
-        lengths, ends_new, leftpad: cache_seqlens, cu_seqlens_k_new and cache_leftpad.
-        most_keys, most_new: keys of a sequence with new tokens, and new tokens, at most.
-    """
+    """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
     if not isinstance(lengths, torch.Tensor):
         lengths = equal_lengths(batch, lengths)
     tensors = {"cache_seqlens": lengths, "cu_seqlens_k_new": ends_new, "cache_leftpad": leftpad}

@@ -29,12 +29,9 @@ VERSION_DIGITS = 16
 
 
 class TunedPlan(NamedTuple):
-    """How calls of a shape are to run.
+    """How calls of a shape are to run."""
 
-    Fields:
-        config, schedule: tiling and name of the schedule; both None for the decode kernel.
-    """
-
+    # config, schedule: tiling and name of the schedule; both None for the decode kernel.
     config: ForwardConfig | None
     schedule: str | None
 
@@ -131,9 +128,7 @@ def read_plans(gpu_name: str) -> dict[str, TunedPlan]:
 
 def plans_path(gpu_name: str) -> Path:
     """Return the file for plans of a GPU, of this version of fa3.
-
-    The version is a digest of the sources: another kernel may have another fastest plan.
-    """
+    The version is a digest of the sources: another kernel may have another fastest plan."""
     digests = sorted((name, digest) for name, (_, digest) in SOURCES.items())
     version = hashlib.sha256(repr(digests).encode()).hexdigest()[:VERSION_DIGITS]
     return cache_dir() / f"{stem_of(gpu_name)}-{version}.plans"

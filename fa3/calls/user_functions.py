@@ -20,18 +20,12 @@ from fa3.scores.templates import types_of
 
 
 class Form(NamedTuple):
-    """An object without its tensors.
-
-    Fields:
-        constants: names and values of its plain fields.
-        constant_types: their types, since 1, 1.0 and True are equal.
-        tensors: names of its tensor fields.
-    """
+    """An object without its tensors."""
 
     kind: type
-    constants: tuple[tuple[str, Hashable], ...]
-    constant_types: tuple[object, ...]
-    tensors: tuple[str, ...]
+    constants: tuple[tuple[str, Hashable], ...]  # names and values of its plain fields
+    constant_types: tuple[object, ...]  # their types, since 1, 1.0 and True are equal
+    tensors: tuple[str, ...]  # names of its tensor fields
 
 
 NAMES: dict[Form, str] = {}
@@ -67,10 +61,8 @@ def flatten_function(
 
 def name_of(kind: type, constants: tuple[tuple[str, Hashable], ...], tensors: tuple[str, ...]):
     """The name of the objects of a class with these plain fields; the same one each time.
-
     It is the class's, with a number if the class has objects of other fields. So a process that
-    asks for the names in the same order gets the same ones.
-    """
+    asks for the names in the same order gets the same ones."""
     form = Form(kind, constants, tuple(types_of(value) for _, value in constants), tensors)
     with NAMING:
         name = NAMES.get(form)

@@ -60,21 +60,15 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
 
 @dataclass(frozen=True)
 class HostValues:
-    """What the host can see of the small tensors; None where it cannot.
+    """What the host can see of the small tensors; None where it cannot."""
 
-    Fields:
-        seqlens: tokens of each sequence before the call.
-        counts: tokens that each gets.
-        leftpads, batch_idx: as given.
-        pages: each row of the page table.
-        query_ends, turns, used_queries: cu_seqlens_q, rotary_seqlens and seqused_q, if given.
-    """
-
-    seqlens: list[int] | None
-    counts: list[int] | None
+    seqlens: list[int] | None  # tokens of each sequence before the call
+    counts: list[int] | None  # tokens that each gets
+    # leftpads, batch_idx: as given.
     leftpads: list[int] | None
     batch_idx: list[int] | None
-    pages: list[list[int]] | None
+    pages: list[list[int]] | None  # each row of the page table
+    # query_ends, turns, used_queries: cu_seqlens_q, rotary_seqlens and seqused_q, if given.
     query_ends: list[int] | None = None
     turns: list[int] | None = None
     used_queries: list[int] | None = None
