@@ -92,7 +92,7 @@ class PreparedVarlen:
         """Load the kernels of a plan."""
         tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
         split = functools.cache(
-            lambda: [one.loaded(load_kernel) for one in plan.split_launches(window)]
+            lambda: [one.loaded(load_kernel) for one in plan.launches(window, splits=True)]
         )
         config, num_sms = plan.config, plan.gpu.num_sms
         return cls(plan, tile_table, tuple(launches), split, config.tile_m, config.tile_n, num_sms)

@@ -63,37 +63,29 @@ class RaggedPlan:
             return False
         return cache.box(self.config.tile_n) > 0
 
-    def kernels(self) -> tuple[Forward, ...]:
-        """The forward kernel, then the one for rows whose fixed reference failed."""
+    def kernels(self, splits: bool = False) -> tuple[Forward, ...]:
+        """The forward kernel for whole or for split tiles, then recompute if rows can fail."""
         config = self.config
-        kernel = Forward(self.spec, config, RaggedTiles, cache=self.cache)
+        if splits and any(score.kind is Alibi for score in self.spec.scores):
+            # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
+            config = config.recompute
+        schedule = RaggedSegments if splits else RaggedTiles
+        kernel = Forward(self.spec, config, schedule, cache=self.cache)
         if not config.fixed_reference:
             return (kernel,)
         return kernel, Forward(self.spec, config.recompute, RecomputeRaggedTiles, cache=self.cache)
 
-    def launches(self, window: Window) -> list[Launch]:
-        """Return the launches of a call: the table of tiles, the forward kernel, recompute."""
-        table = template_of(
-            TileTableArguments,
-            window_left=window.left,
-            window_right=window.right,
-            num_ctas=self.gpu.num_sms,
-        )
-        forward = (self.launch_of(kernel, window) for kernel in self.kernels())
-        return [Launch(self.tile_table(), table), *forward]
-
-    def split_launches(self, window: Window) -> list[Launch]:
-        """Return the launches of a call with split tiles: both tables, the forward kernel for
-        segments, recompute."""
-        table = template_of(
-            SegmentTableArguments,
-            window_left=window.left,
-            window_right=window.right,
-            num_ctas=self.gpu.num_sms,
-            rows_of_section=self.rows_of_section,
-        )
-        forward = (self.launch_of(one, window) for one in self.split_kernels())
-        return [Launch(SegmentTable(self.tile_table()), table), *forward]
+    def launches(self, window: Window, splits: bool = False) -> list[Launch]:
+        """Return the launches of a call: tables, the forward kernel, recompute."""
+        named = {
+            "window_left": window.left, "window_right": window.right, "num_ctas": self.gpu.num_sms,
+        }  # fmt: skip
+        table = Launch(self.tile_table(), template_of(TileTableArguments, **named))
+        if splits:
+            named["rows_of_section"] = self.rows_of_section
+            template = template_of(SegmentTableArguments, **named)
+            table = Launch(SegmentTable(self.tile_table()), template)
+        return [table, *(self.launch_of(kernel, window) for kernel in self.kernels(splits))]
 
     def launch_of(self, kernel: Forward, window: Window) -> Launch:
         """Return the launch of a forward kernel."""
@@ -175,15 +167,6 @@ class RaggedPlan:
         work = num_tiles * (-(-most_keys // self.config.tile_n) + BLOCKS_OF_TILE)
         has_few = num_tiles <= self.gpu.num_sms <= MOST_SPLIT_TILES and batch <= MOST_SEQUENCES
         return self.can_split and has_few and work < MOST_WORK
-
-    def split_kernels(self) -> tuple[Forward, ...]:
-        """The forward kernel for segments, then the one for rows whose fixed reference failed."""
-        config = self.config
-        if any(score.kind is Alibi for score in self.spec.scores):
-            # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
-            config = config.recompute
-        split = Forward(self.spec, config, RaggedSegments, cache=self.cache)
-        return split, *(self.kernels()[1:] if config.fixed_reference else ())
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:

@@ -237,9 +237,8 @@ def kernels_of_packed(signature: Signature, name: str, most_queries: int = 1) ->
     plan, window = signature.plan, signature.window
     if name == SHARED:
         return [launch.kernel for launch in plan.shared_launches(window)]
-    launches = plan.launches(window) if name in (FORWARD, BOTH) else []
-    if name in (SPLIT, BOTH_SPLIT):
-        launches = plan.split_launches(window)
+    has_forward = name in (FORWARD, BOTH, SPLIT, BOTH_SPLIT)
+    launches = plan.launches(window, name in (SPLIT, BOTH_SPLIT)) if has_forward else []
     if name in (DECODE, BOTH, BOTH_SPLIT):
         attend, *merges = signature.decode_plan(most_queries, name != DECODE).launches
         launches = [*launches[:1], attend, *launches[1:], *merges]

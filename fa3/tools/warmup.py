@@ -350,7 +350,8 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         signature = Signature(CACHE, spec_of(model, tight), tight, *heads, H200, cache=cache)
         if signature.may_have_both:
             plan = signature.plan
-            yield from (one.kernel for one in plan.launches(tight) + plan.split_launches(tight))
+            launches = plan.launches(tight) + plan.launches(tight, splits=True)
+            yield from (one.kernel for one in launches)
             yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
 
