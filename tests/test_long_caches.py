@@ -21,8 +21,14 @@ from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.kernels.append import MOST_VECTORS, THREADS
-from fa3.planning.decode import MOST_ROWS, MOST_TILES, Sizes, check_workspace, choose_cut
-from fa3.planning.whole_tiles import most_of_whole_tiles
+from fa3.planning.decode import (
+    MOST_ROWS,
+    MOST_TILES,
+    Sizes,
+    check_workspace,
+    choose_cut,
+    most_of_whole_tiles,
+)
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.workspace import WorkspaceSize

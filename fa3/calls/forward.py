@@ -52,6 +52,7 @@ from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     DENSE,
     FROM_FLASH_ATTENTION_2,
+    Checked,
     Options,
     check_hashable,
     check_scale,
@@ -291,15 +292,9 @@ def flash_attn_func(
     checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
     checked, function_tensors = with_functions(checked, q, score, mask)
     read = modifier_tensors(alibi_slopes, function_tensors, sinks)
-    options, returns_lse, deterministic, dropout_p, latest = checked
+    options, returns_lse, deterministic, dropout_p, _ = checked
     dropout = dropout_of(dropout_p, rng_state, q)
-    call, is_planned = None, schedule is plan is None
-    if is_planned:
-        call, _ = latest.find(tensors)
-    if call is None:
-        call = prepare_forward(describe_dense(tensors), options, schedule, plan)
-        if is_planned:
-            latest.remember(tensors, DENSE_ALIGNMENTS, (), call, DENSE_WITH_GRADIENT)
+    call = dense_call(tensors, checked, schedule, plan)
     scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
     if assertions.ASSERTIONS and not options.softcap:
         assertions.check_scores(q, k, scale)
@@ -333,6 +328,22 @@ def describe_dense(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Descriptio
         None if slopes is None else describe_modifier("alibi_slopes", slopes),
         None if sinks is None else describe_modifier("sinks", sinks, True),
     )
+
+
+def dense_call(
+    tensors: tuple[torch.Tensor | None, ...],
+    checked: Checked,
+    schedule: ScheduleChoice,
+    plan: Plan | None,
+) -> PreparedCall:
+    """What these tensors and options lead to: of the latest call if it was like this one."""
+    if not (schedule is plan is None):
+        return prepare_forward(describe_dense(tensors), checked.options, schedule, plan)
+    call, _ = checked.latest.find(tensors)
+    if call is None:
+        call = prepare_forward(describe_dense(tensors), checked.options, None, None)
+        checked.latest.remember(tensors, DENSE_ALIGNMENTS, (), call, DENSE_WITH_GRADIENT)
+    return call
 
 
 def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:

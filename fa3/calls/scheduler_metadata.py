@@ -34,9 +34,8 @@ from fa3.calls.options import (
 )
 from fa3.calls.values import check_leftpads, check_lengths
 from fa3.complaints import kind_of
-from fa3.planning.decode import Sizes
+from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.whole_tiles import whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.sequences import LONGEST

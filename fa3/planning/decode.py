@@ -9,12 +9,15 @@ lengths on the device and derive the cut, so a plan serves all lengths that the 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
 from fa3.planning.launch import Launch, template_of
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
@@ -23,6 +26,7 @@ from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.stream_k import (
     BY_CTA,
     MOST_ROOM,
+    Chunks,
     CtaGroups,
     Cut,
     FixedSplit,
@@ -30,6 +34,7 @@ from fa3.schedules.stream_k import (
     StreamK,
     crew_width,
 )
+from fa3.scores.masks import Band, Sequence
 
 TILE_N = 64  # keys of a key block
 
@@ -64,6 +69,9 @@ COLUMNS_OF_TWO = 128  # columns of V up to which there are registers for two CTA
 
 UNITS_OF_SEQUENCE = 32
 """Units of a sequence in batch-invariant calls, if they may have as few keys as that takes."""
+
+MERGE_BYTES = 100_000
+"""What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
 
 MOST_MERGED = 512  # rows of parts of a tile, at most, that a CTA merges by itself
 MOST_ROWS = 1 << 30  # most query rows of a key/value head of a sequence
@@ -338,3 +346,31 @@ def units_of(
     if max_parts == 1:
         return NoSplit()
     return FixedSplit(num_splits, unit_blocks, max_parts, sizes.num_tiles, longest)
+
+
+def whole_tiles_suffice(
+    sizes: Sizes, window: Window, key_bytes: int, lengths: list[int], num_ctas: int
+) -> bool:
+    """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
+    most, total = most_of_whole_tiles(sizes, sizes.bounds(window), lengths, num_ctas)
+    return most <= -(-total // num_ctas) + MERGE_BYTES / (TILE_N * key_bytes)
+
+
+def most_of_whole_tiles(
+    sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
+) -> tuple[int, int]:
+    """Key blocks of the CTA that has the most if tiles stay whole, and of all CTAs."""
+    mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
+    blocks = (
+        mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))
+        for n in lengths
+    )
+    of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
+    ends = (tiles * of_tile).cumsum()
+    pieces = Chunks.even(int(ends[-1]), PlainDivisor(num_ctas))
+    cuts = pieces.begin(np.arange(num_ctas + 1))
+    sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
+    begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]
+    # A piece goes on to where the next tile begins.
+    cuts = begin + -((begin - cuts) // blocks_of_tile) * blocks_of_tile
+    return int(np.diff(cuts).max()), pieces.total
