@@ -80,26 +80,17 @@ from fa3.settings import check_settings
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """What a call's description leads to.
+    """What a call's description leads to."""
 
-    Fields:
-        plan: how it runs in the forward kernel; None if it does not, or if there is nothing to
-            compute.
-        launches: of the plan with their kernels loaded; none on the CPU.
-        tiles: what the launches take besides tensors.
-        table: what the schedule reads.
-        problem: what is asked, also if there is nothing to compute.
-        grouped: how it runs in the decode kernel; None if it does not.
-    """
-
+    # How it runs in the forward kernel; None if it does not, or if there is nothing to compute.
     plan: Plan | None
     output: Output
     lse_shape: tuple[int, ...]
-    launches: tuple[Launch, ...] = ()
-    tiles: Tiles | None = None
-    table: Table | None = None
-    problem: Problem | None = None
-    grouped: PreparedDecode | None = None
+    launches: tuple[Launch, ...] = ()  # of the plan with their kernels loaded; none on the CPU
+    tiles: Tiles | None = None  # what the launches take besides tensors
+    table: Table | None = None  # what the schedule reads
+    problem: Problem | None = None  # what is asked, also if there is nothing to compute
+    grouped: PreparedDecode | None = None  # how it runs in the decode kernel; None if it does not
 
     @classmethod
     def on_gpu(
@@ -355,16 +346,12 @@ def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_forward(
-    described: tuple[Description | None, ...],
+    described: tuple[Description | None, ...],  # q, k, v, alibi_slopes and sinks
     options: Options,
     schedule: ScheduleChoice,
     given_plan: Plan | None,
 ) -> PreparedCall:
-    """Validate a call, plan it and load its kernel.
-
-    Args:
-        described: q, k, v, alibi_slopes and sinks.
-    """
+    """Validate a call, plan it and load its kernel."""
     check_settings()
     call = AttentionCall.dense(*map(operand_of, described))
     problem, q, pack_gqa = call.problem(options), call.q, options.pack_gqa

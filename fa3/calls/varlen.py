@@ -231,21 +231,16 @@ def flash_attn_varlen_func(
 
 
 def attend_packed_call(
+    # Q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks.
     tensors: tuple[torch.Tensor | None, ...],
-    function_tensors: tuple[torch.Tensor, ...],
+    function_tensors: tuple[torch.Tensor, ...],  # of the user's score and mask
     out: torch.Tensor | None,
     checked: Checked,
-    longest: tuple[int, int],
+    longest: tuple[int, int],  # max_seqlen_q and max_seqlen_k
     softmax_scale: float | None,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_attn_varlen_func` gives for packed keys.
-
-    Args:
-        tensors: q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks.
-        function_tensors: of the user's score and mask.
-        longest: max_seqlen_q and max_seqlen_k.
-    """
+    """What `flash_attn_varlen_func` gives for packed keys."""
     q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks = tensors
     integers = ends_q, ends_k, used_q, used_k
     options, returns_lse, deterministic, dropout_p, latest = checked
