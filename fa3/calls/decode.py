@@ -42,21 +42,15 @@ SINKS, PARTS_OF_TILES = slots(CombineArguments, "sinks", "workspace")
 
 @dataclass(frozen=True, slots=True)
 class PreparedDecode:
-    """How calls of a description run.
-
-    Fields:
-        attends: the kernel that attends; None on the CPU.
-        merges: the kernel that merges parts; None if there are none, or `attends` merges them.
-        workspace: numbers of 32 bits that parts take.
-        cleared: how many of them, the first ones, must be zero before the launches.
-        counters: how many counters the kernel that attends takes to merge parts; 0 if it does not.
-    """
+    """How calls of a description run."""
 
     plan: DecodePlan
-    attends: Launch | None = None
+    attends: Launch | None = None  # the kernel that attends; None on the CPU
+    # The kernel that merges parts; None if there are none, or `attends` merges them.
     merges: Launch | None = None
-    workspace: int = 0
-    cleared: int = 0
+    workspace: int = 0  # numbers of 32 bits that parts take
+    cleared: int = 0  # how many of them, the first ones, must be zero before the launches
+    # How many counters the kernel that attends takes to merge parts; 0 if it does not.
     counters: int = 0
 
     @classmethod
@@ -75,28 +69,21 @@ class PreparedDecode:
 
     def start(
         self,
+        # See `fa3.reference.cache.execute_decode`; with packed queries, those sequences that the
+        # plan has room for.
         operands: RaggedOperands,
-        tables: CacheTables,
+        tables: CacheTables,  # where sequences are in the cache
+        # The tensors of the spec's scores, mask and sinks.
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
-        seqlen_new: int = 0,
-        max_seqlen_k: int = 0,
+        seqlen_new: int = 0,  # keys that each sequence has beyond `seqused_k`
+        max_seqlen_k: int = 0,  # no sequence has more keys, if they are packed
+        # The tiles of the forward kernel, if that kernel is launched next.
         table: torch.Tensor | None = None,
-        descales: tuple[torch.Tensor, ...] | None = None,
+        descales: tuple[torch.Tensor, ...] | None = None,  # see `DecodeArguments`
     ) -> Callable[[], None]:
         """Attend on the current stream, or on the CPU; return what launches the merge of parts.
-
         None of the tensors that have queries or keys is empty. Without lengths the cache is full.
-
-        Args:
-            operands: see `fa3.reference.cache.execute_decode`; with packed queries, those sequences
-                that the plan has room for.
-            tables: where sequences are in the cache.
-            modifiers: the tensors of the spec's scores, mask and sinks.
-            seqlen_new: keys that each sequence has beyond `seqused_k`.
-            max_seqlen_k: no sequence has more keys, if they are packed.
-            table: the tiles of the forward kernel, if that kernel is launched next.
-            descales: see `DecodeArguments`.
         """
         if self.attends is None:
             most_keys = max_seqlen_k or self.plan.sizes.capacity

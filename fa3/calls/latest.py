@@ -26,36 +26,28 @@ Outcome = TypeVar("Outcome")
 MOST_PLACES = 128
 """Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
 
-MOST_MISSES = 8
-"""Calls in a row that differ from what is remembered, until it is forgotten."""
-
-UNKNOWN = (None, ())
-"""What `FastPath.find` gives for a call that must be described."""
+MOST_MISSES = 8  # calls in a row that differ from what is remembered, until it is forgotten
+UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be described
 
 
 class Guards(NamedTuple, Generic[Outcome]):
-    """What tensors were like, and what a call on them led to. It keeps none of them.
+    """What tensors were like, and what a call on them led to. It keeps none of them."""
 
-    Fields:
-        given, missing: pick the tensors that there were, and the places where there was none.
-        nothing: what `missing` picked.
-        are_aligned: whether tensors may begin at these addresses. It remembers some where no
-            tensor has another length in every call.
-        in_inference: whether torch was in its inference mode. The dispatcher sees which tensors
-            may be written only together with this.
-        twice: pairs of places that had the same tensor.
-        once: picks each tensor at its first place; guards want different objects.
-        are_alike: whether these have their types, shapes, strides, dtypes and devices, and are the
-            same to torch's dispatcher.
-    """
-
+    # given, missing: pick the tensors that there were, and the places where there was none.
     given: Callable[[Sequence], Any]
     missing: Callable[[Sequence], Any]
-    nothing: object
+    nothing: object  # what `missing` picked
+    # Whether tensors may begin at these addresses. It remembers some where no tensor has another
+    # length in every call.
     are_aligned: Callable[..., bool]
+    # Whether torch was in its inference mode. The dispatcher sees which tensors may be written only
+    # together with this.
     in_inference: bool
-    twice: tuple[tuple[int, int], ...]
+    twice: tuple[tuple[int, int], ...]  # pairs of places that had the same tensor
+    # Picks each tensor at its first place; guards want different objects.
     once: Callable[[Sequence], Any]
+    # Whether these have their types, shapes, strides, dtypes and devices, and are the same to
+    # torch's dispatcher.
     are_alike: Callable[..., bool]
     outcome: Outcome
 
@@ -114,20 +106,14 @@ class FastPath(Generic[Outcome]):
 
     def remember(
         self,
-        tensors: Sequence[torch.Tensor | None],
-        alignments: Sequence[int],
+        tensors: Sequence[torch.Tensor | None],  # of the call
+        alignments: Sequence[int],  # that `fa3.calls.operands.describe` asked for in each place
+        # Places of tensors whose first dimension may have another length.
         of_any_length: Sequence[int],
         outcome: Outcome,
-        with_gradient: Sequence[int] = (),
+        with_gradient: Sequence[int] = (),  # places of tensors that may require grad
     ) -> None:
-        """Keep what a call led to, which has been described and found valid.
-
-        Args:
-            tensors: of the call.
-            alignments: that `fa3.calls.operands.describe` asked for in each place.
-            of_any_length: places of tensors whose first dimension may have another length.
-            with_gradient: places of tensors that may require grad.
-        """
+        """Keep what a call led to, which has been described and found valid."""
         self.misses += 1
         if self.misses > MOST_MISSES:
             self.remembered = None

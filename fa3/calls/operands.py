@@ -19,15 +19,11 @@ from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What q, k, v and out may have, and the kernels' names for it."""
 
-FP8_DTYPE = torch.float8_e4m3fn
-"""What a cache, and queries on one, may have besides."""
+FP8_DTYPE = torch.float8_e4m3fn  # what a cache, and queries on one, may have besides
 
 DIMENSIONS = ("batch", "seqlen", "heads", "head_dim")
-PACKED_DIMENSIONS = ("total", "heads", "head_dim")
-"""Of q, k, v and out."""
-
-ALIGNMENT = 16
-"""Bytes to which TMA wants storage and strides aligned."""
+PACKED_DIMENSIONS = ("total", "heads", "head_dim")  # of q, k, v and out
+ALIGNMENT = 16  # bytes to which TMA wants storage and strides aligned
 
 
 Description = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -50,18 +46,12 @@ class Operand(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output that a call allocates: contiguous and on q's device.
-
-    Fields:
-        is_like_q: whether `torch.empty_like` makes it, which takes less time than `new_empty`.
-        is_packed: whether it has as many rows as q has when it is allocated.
-        dtype: of q, or bfloat16 for queries in FP8.
-    """
+    """The output that a call allocates: contiguous and on q's device."""
 
     shape: tuple[int, ...]
-    is_like_q: bool
-    is_packed: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    is_like_q: bool  # whether `torch.empty_like` makes it, which takes less time than `new_empty`
+    is_packed: bool = False  # whether it has as many rows as q has when it is allocated
+    dtype: torch.dtype = torch.bfloat16  # of q, or bfloat16 for queries in FP8
 
     @classmethod
     def of(cls, shape: tuple[int, ...], q: Operand, is_packed: bool = False) -> "Output":
@@ -196,14 +186,11 @@ def check_out(
     out: torch.Tensor,
     shape: tuple[int, ...],
     q: torch.Tensor,
+    # names, tensors: what else the call uses; None where none is given.
     names: tuple[str, ...],
     tensors: tuple[torch.Tensor | None, ...],
 ) -> None:
-    """Raise unless a call on q can write its output to a tensor of the caller's.
-
-    Args:
-        names, tensors: what else the call uses; None where none is given.
-    """
+    """Raise unless a call on q can write its output to a tensor of the caller's."""
     description = describe("out", out)
     check_writable("out", out)
     is_like_q = (out.dtype, out.device) == (dtype_of_output(q.dtype), q.device)
@@ -307,11 +294,9 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-CheckOfAddresses = Callable[..., None]
-"""Takes the addresses of the tensors that are given."""
+CheckOfAddresses = Callable[..., None]  # takes the addresses of the tensors that are given
 
-MOST_REMEMBERED = 128
-"""Addresses that a check remembers: a layer has the same ones in every step."""
+MOST_REMEMBERED = 128  # addresses that a check remembers: a layer has the same ones in every step
 
 
 # Fewer than of other things: each remembers many addresses.
@@ -356,9 +341,7 @@ def check_apart(
     others: Iterable[torch.Tensor | None],
 ) -> None:
     """Raise if a tensor that is written shares memory with another one of the call.
-
-    For tensors that have other sizes in every call: `check_of_addresses` would remember them.
-    """
+    For tensors that have other sizes in every call: `check_of_addresses` would remember them."""
     begin = written.data_ptr()
     end = begin + bytes_of(written)
     for other_name, other in zip(other_names, others, strict=True):
@@ -417,15 +400,12 @@ def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) ->
 def hide_all_keys_of_packed(
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    # ends, used: cu_seqlens_q and seqused_q, on out's device.
     ends: torch.Tensor,
     used: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Write what packed queries get that see no key; rows that are not used stay as they are.
-
-    Args:
-        ends, used: cu_seqlens_q and seqused_q, on out's device.
-    """
+    """Write what packed queries get that see no key; rows that are not used stay as they are."""
     is_used = used_queries(len(out), ends, used)
     out.masked_fill_(is_used[:, None, None], 0.0)
     if lse is not None:

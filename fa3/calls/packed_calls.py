@@ -67,25 +67,18 @@ SHARED_TILE_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window
 
 @dataclass(frozen=True, slots=True)
 class PreparedVarlen:
-    """A plan for packed sequences with its kernels loaded.
+    """A plan for packed sequences with its kernels loaded."""
 
-    Fields:
-        plan: what they were made by.
-        tile_table: the kernel that makes the table of tiles.
-        launches: the forward kernel, and recompute if rows can fail.
-        split: loads the segment table, the forward kernel for its segments, and recompute, which
-            most calls never have.
-        tile_m, tile_n: of the forward kernel's config.
-        num_ctas: CTAs of the forward kernel, one for each SM that it may use.
-    """
-
-    plan: RaggedPlan
-    tile_table: Launch
-    launches: tuple[Launch, ...]
+    plan: RaggedPlan  # what they were made by
+    tile_table: Launch  # the kernel that makes the table of tiles
+    launches: tuple[Launch, ...]  # the forward kernel, and recompute if rows can fail
+    # Loads the segment table, the forward kernel for its segments, and recompute, which most calls
+    # never have.
     split: Callable[[], list[Launch]]
+    # tile_m, tile_n: of the forward kernel's config.
     tile_m: int
     tile_n: int
-    num_ctas: int
+    num_ctas: int  # CTAs of the forward kernel, one for each SM that it may use
 
     @classmethod
     def of(cls, plan: RaggedPlan, window: Window) -> "PreparedVarlen":
@@ -99,26 +92,19 @@ class PreparedVarlen:
 
     def launch(
         self,
-        operands: RaggedOperands,
+        operands: RaggedOperands,  # k and v may be a cache
         sizes: PackedSizes,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
+        # short_queries, start_decode: queries of a sequence that is the decode kernel's, at most,
+        # and how `run_tiles` starts that kernel.
         short_queries: int = 0,
         start_decode: Callable[[torch.Tensor], Callable[[], None]] | None = None,
-        page_table: torch.Tensor | None = None,
-        dropout: DropoutArguments | None = None,
-        splits: bool = False,
+        page_table: torch.Tensor | None = None,  # the pages of a cache that has some
+        dropout: DropoutArguments | None = None,  # where the plan's spec has it
+        splits: bool = False,  # whether the GPU splits tiles
     ) -> None:
-        """Run the kernels on the current stream of the tensors' GPU.
-
-        Args:
-            operands: k and v may be a cache.
-            short_queries, start_decode: queries of a sequence that is the decode kernel's, at
-                most, and how `run_tiles` starts that kernel.
-            page_table: the pages of a cache that has some.
-            dropout: where the plan's spec has it.
-            splits: whether the GPU splits tiles.
-        """
+        """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, *integers = operands
         batch, heads, total_q, total_k, _, most_keys = sizes
         place, launches = place_on(q.device), self.launches
@@ -156,17 +142,12 @@ class PreparedVarlen:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMultiSequence:
-    """A plan for packed sequences that share tiles with its kernels loaded.
-
-    Fields:
-        tile_m: rows of a shared tile.
-        num_ctas: as in `PreparedVarlen`.
-    """
+    """A plan for packed sequences that share tiles with its kernels loaded."""
 
     joined_table: Launch
     launches: tuple[Launch, ...]
-    tile_m: int
-    num_ctas: int
+    tile_m: int  # rows of a shared tile
+    num_ctas: int  # as in `PreparedVarlen`
 
     @classmethod
     def of(cls, signature: Signature) -> "PreparedMultiSequence":
@@ -214,21 +195,18 @@ class PreparedMultiSequence:
 
 @dataclass(frozen=True, slots=True)
 class PackedCall:
-    """What a call with packed queries leads to, whatever its lengths are.
+    """What a call with packed queries leads to, whatever its lengths are."""
 
-    Fields:
-        signature, with_gradients: what routes depend on, without and with gradients. The window has
-            bounds that any lengths may have.
-        decode: gives the decode kernel for sequences with so many queries or fewer, alone or
-            overlapped with the forward kernel.
-        alone: the kernels for tiles with rows of one sequence; None on the CPU.
-        shared: those for tiles that sequences share; None if they cannot, and on the CPU.
-    """
-
+    # signature, with_gradients: what routes depend on, without and with gradients. The window has
+    # bounds that any lengths may have.
     signature: Signature
     with_gradients: Signature
+    # Gives the decode kernel for sequences with so many queries or fewer, alone or overlapped with
+    # the forward kernel.
     decode: Callable[[int, bool], PreparedDecode]
+    # The kernels for tiles with rows of one sequence; None on the CPU.
     alone: PreparedVarlen | None = None
+    # Those for tiles that sequences share; None if they cannot, and on the CPU.
     shared: PreparedMultiSequence | None = None
 
     @classmethod
@@ -236,14 +214,11 @@ class PackedCall:
         cls,
         signature: Signature,
         on_gpu: bool = False,
+        # See the field; of packed keys, one that loads its kernels once a call has more keys than
+        # queries, which most never have.
         decode: Callable[[int, bool], PreparedDecode] | None = None,
     ) -> "PackedCall":
-        """Load the kernels of all routes that a call may take, whatever its lengths are.
-
-        Args:
-            decode: see the field; of packed keys, one that loads its kernels once a call has more
-                keys than queries, which most never have.
-        """
+        """Load the kernels of all routes that a call may take, whatever its lengths are."""
 
         def of_packed(most: int, overlaps: bool) -> PreparedDecode:
             return PreparedDecode.of(signature.decode_plan(most, overlaps), on_gpu)
@@ -259,25 +234,17 @@ class PackedCall:
 
     def attend(
         self,
-        operands: RaggedOperands,
-        sizes: PackedSizes,
-        tensors: tuple[torch.Tensor, ...] | None,
+        operands: RaggedOperands,  # of a cache, `seqused_k` says all keys
+        sizes: PackedSizes,  # of the call, which bound the lengths
+        tensors: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
         scale: float,
-        dropout: Dropout | None = None,
+        dropout: Dropout | None = None,  # where the spec has it
+        # Whether gradients may be asked for. Then no sequence is the decode kernel's, so that its
+        # bits do not depend on other sequences.
         has_gradients: bool = False,
-        tables: CacheTables = NO_TABLES,
+        tables: CacheTables = NO_TABLES,  # where sequences are in a cache
     ) -> None:
-        """Write the rows of out and lse that belong to queries that are used.
-
-        Args:
-            operands: of a cache, `seqused_k` says all keys.
-            sizes: of the call, which bound the lengths.
-            tensors: of the spec's scores, mask and sinks.
-            dropout: where the spec has it.
-            has_gradients: whether gradients may be asked for. Then no sequence is the decode
-                kernel's, so that its bits do not depend on other sequences.
-            tables: where sequences are in a cache.
-        """
+        """Write the rows of out and lse that belong to queries that are used."""
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
         signature = self.with_gradients if has_gradients else self.signature

@@ -23,20 +23,15 @@ from fa3.problem import HEAD_DIM_UNIT, Problem
 
 
 def problem_posed_by(
-    operands: Sequence[torch.Tensor | Sequence[int]],
+    operands: Sequence[torch.Tensor | Sequence[int]],  # q, k and v
     dtype: str | None,
-    modifiers: Sequence[Any],
+    modifiers: Sequence[Any],  # alibi_slopes, sinks, score and mask
     causal: bool,
     window_size: Sequence[int],
     softcap: float,
     dropout_p: float,
 ) -> Problem:
-    """The problem of a call; `Problem.of` says what the arguments are.
-
-    Args:
-        operands: q, k and v.
-        modifiers: alibi_slopes, sinks, score and mask.
-    """
+    """The problem of a call; `Problem.of` says what the arguments are."""
     q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
     slopes, sinks, score, mask = modifiers
     window = check_window(as_pair(window_size), flag("causal", causal))

@@ -23,19 +23,13 @@ def one_on(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of a call on an FP8 cache.
+    """The scales of a call on an FP8 cache."""
 
-    Fields:
-        device: of the call.
-        shape: of a descale, (batch, heads_kv).
-        has_fp8_q: whether queries have a scale.
-        ones: what the call gets for a descale that is not given. None if it was first made during a
-            capture: then each call makes its own, as a graph writes its memory when it runs.
-    """
-
-    device: torch.device
-    shape: tuple[int, int]
-    has_fp8_q: bool
+    device: torch.device  # of the call
+    shape: tuple[int, int]  # of a descale, (batch, heads_kv)
+    has_fp8_q: bool  # whether queries have a scale
+    # What the call gets for a descale that is not given. None if it was first made during a
+    # capture: then each call makes its own, as a graph writes its memory when it runs.
     ones: torch.Tensor | None
 
     @classmethod
