@@ -23,8 +23,7 @@ from fa3.planning.backward import (
 from fa3.planning.key_split import KeyShares
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.gradient_parts import KeySplit, family_of
-from fa3.primitives.query_tiles import number_of_packed_tiles
-from fa3.primitives.query_walk import EitherWalk
+from fa3.primitives.query_tiles import EitherWalk, number_of_packed_tiles
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_index import QueryHeadGroups

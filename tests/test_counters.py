@@ -9,10 +9,9 @@ import pytest
 import torch
 from free_counters import used_counters
 
-from fa3.running import counters, graphs, tables
+from fa3.running import counters, graphs
 from fa3.running.counters import FEWEST, MOST_STREAMS, RESERVE, Reserve, counters_of
-from fa3.running.graphs import PER_THREAD, Capture
-from fa3.running.tables import Table
+from fa3.running.graphs import PER_THREAD, Capture, Table
 
 CPU = torch.device("cpu")
 
@@ -173,8 +172,8 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tables, "idle_stream", lambda device: None)
-    monkeypatch.setattr(tables, "made_apart", made_apart)
+    monkeypatch.setattr(graphs, "idle_stream", lambda device: None)
+    monkeypatch.setattr(graphs, "made_apart", made_apart)
     table = Table.upload(np.arange(3), CPU)
     assert table.numbers.tolist() == [0, 1, 2] and makers == [CPU]
 

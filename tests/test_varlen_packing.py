@@ -40,7 +40,7 @@ from fa3.planning.tilings import TILINGS
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
-from fa3.reference import joined
+from fa3.reference import varlen
 from fa3.schedules.ragged import RaggedOrder
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
@@ -65,7 +65,7 @@ def walks(monkeypatch):
 
     def walk(*given):
         made.append(given)
-        joined.execute_joined(*given)
+        varlen.execute_joined(*given)
 
     monkeypatch.setattr(packed_calls, "execute_joined", walk)
     return made

@@ -72,7 +72,7 @@ from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
-from fa3.running.tables import Table
+from fa3.running.graphs import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 from fa3.settings import check_settings

@@ -44,8 +44,7 @@ from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import Window
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
-from fa3.reference.joined import execute_joined
-from fa3.reference.varlen import RaggedOperands, execute_varlen
+from fa3.reference.varlen import RaggedOperands, execute_joined, execute_varlen
 from fa3.running.compiler import load_kernel
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS

@@ -134,7 +134,7 @@ class Backward(AttentionKernel):
 
     @property
     def may_alternate(self) -> bool:
-        """Whether head groups may alternate: see `fa3.primitives.query_walk`."""
+        """Whether head groups may alternate: see `fa3.primitives.query_tiles`."""
         mask = self.spec.mask
         return self.is_ordered and not self.is_ragged and mask.right and not mask.left
 

@@ -213,7 +213,7 @@ class BackwardArguments(NamedTuple):
     dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
     # How CTAs share key tiles; None if each CTA has key tiles alone.
     split: "SplitArguments | None" = None
-    # 1 if odd head groups have the first keys first (`fa3.primitives.query_walk`), 0 if not; None
+    # 1 if odd head groups have the first keys first (`fa3.primitives.query_tiles`), 0 if not; None
     # for a kernel in which they never have.
     alternates: int | None = None
 

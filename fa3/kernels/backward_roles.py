@@ -20,9 +20,8 @@ from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles
 from fa3.primitives.gradient_step import GradientStep
-from fa3.primitives.gradient_store import GradientStore
-from fa3.primitives.query_tiles import RowStatistics
-from fa3.primitives.query_walk import EitherWalk, UpwardWalk
+from fa3.primitives.output_store import GradientStore
+from fa3.primitives.query_tiles import EitherWalk, RowStatistics, UpwardWalk
 from fa3.primitives.tma import TmaTensor, load_run, tile_loader
 from fa3.primitives.turns import NoPingPong, PingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS

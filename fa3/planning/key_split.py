@@ -56,7 +56,7 @@ class KeyShares(NamedTuple):
 
 
 class Waves(NamedTuple):
-    """What head groups are made for where they alternate: see `fa3.primitives.query_walk`."""
+    """What head groups are made for where they alternate: see `fa3.primitives.query_tiles`."""
 
     wanted: int  # key tiles that a head group should have
     fitting: int  # heads with Q, dO and dQ that fit into L2 together

@@ -132,7 +132,7 @@ class GradientStep:
 
     @cute.jit
     def all(self, walk, q_state, do_state):
-        """All query blocks of a walk of `fa3.primitives.query_walk`."""
+        """All query blocks of a walk of `fa3.primitives.query_tiles`."""
         blocks, i, states = walk.blocks, walk.blocks.begin, (q_state, do_state)
         while i < blocks.full_begin:
             states = self.next(walk.at(i), *states, masked=True)

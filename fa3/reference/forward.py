@@ -17,8 +17,7 @@ import torch
 
 from fa3.planning.plan import Plan
 from fa3.reference.dropout import Dropout
-from fa3.reference.functions import errors_of
-from fa3.reference.walker import HostTensor, SequenceRows, Step, Walker
+from fa3.reference.walker import HostTensor, SequenceRows, Step, Walker, errors_of
 from fa3.schedules import walk
 from fa3.scores.masks import Blocks, Intersection
 from fa3.scores.scores import bind

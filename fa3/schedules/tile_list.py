@@ -1,6 +1,6 @@
 """List schedule: the host assigns tiles to clusters in a table, the kernel reads it.
 
-Tile times come from the cost model (`TiledProblem.times`); `fa3.running.tables` uploads the table.
+Tile times come from the cost model (`TiledProblem.times`); `fa3.running.graphs` uploads the table.
 `balance` and `columns_of_owners` also serve `fa3.schedules.split`.
 """
 

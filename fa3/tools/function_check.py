@@ -30,8 +30,7 @@ from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.primitives.coords import Position
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, AttentionSpec, Problem, Window
-from fa3.reference.functions import changed, errors_of, lets_through
-from fa3.reference.walker import HostTensor
+from fa3.reference.walker import HostTensor, changed, errors_of, lets_through
 from fa3.running.compiler import ARCH, compiled, load_kernel
 from fa3.scores.masks import Mask, Rows, as_integer
 from fa3.scores.scores import Score, bind
