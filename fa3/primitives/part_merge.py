@@ -67,12 +67,7 @@ class PartMerge:
         layout = cute.make_ordered_layout(
             (FLOATS, WARP, vectors_of(columns) + 1, warps, Int64(num_slots)), order=(0, 1, 2, 3, 4)
         )
-        return cls(
-            cute.make_tensor(buffer.iterator.align(16), layout),
-            counters,
-            warps,
-            row_store,
-        )
+        return cls(cute.make_tensor(buffer.iterator.align(16), layout), counters, warps, row_store)
 
     @cute.jit
     def take_number(self, part, warp: Int32) -> Int32:

@@ -38,9 +38,7 @@ COMPILING = threading.RLock()
 
 # A fork waits for the lock. Otherwise the child would inherit half a compilation and a held lock.
 os.register_at_fork(
-    before=COMPILING.acquire,
-    after_in_parent=COMPILING.release,
-    after_in_child=COMPILING.release,
+    before=COMPILING.acquire, after_in_parent=COMPILING.release, after_in_child=COMPILING.release
 )
 
 

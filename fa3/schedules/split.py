@@ -15,13 +15,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fa3.primitives.arithmetic import larger
-from fa3.schedules.coverage import (
-    END,
-    check_key_blocks,
-    check_parts,
-    count_segments,
-    entries_of,
-)
+from fa3.schedules.coverage import END, check_key_blocks, check_parts, count_segments, entries_of
 from fa3.schedules.order import Parts, TableSchedule, TileOrder
 from fa3.schedules.ragged import RaggedOrder, TileRecord
 from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment, Tile

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fa3.problem import NO_BOUND
-from fa3.tools.models import (
-    CACHE_DTYPES,
-    CALLS,
-    PRESETS,
-    ROTARIES,
-    SHORT_DTYPES,
-    preset_of,
-)
+from fa3.tools.models import CACHE_DTYPES, CALLS, PRESETS, ROTARIES, SHORT_DTYPES, preset_of
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
