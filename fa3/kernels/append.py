@@ -14,6 +14,7 @@ The next kernel may be launched early; it calls `griddepcontrol_wait` before it 
 Source: Su et al., RoFormer (arXiv 2104.09864), section 3.4.2, for the rotary embedding.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -175,11 +176,7 @@ class Queries(NamedTuple):
     @property
     def rows(self):
         """Queries of all sequences, times heads."""
-        *sizes, _ = self.q.shape
-        rows = 1
-        for size in sizes:
-            rows = rows * size
-        return rows
+        return math.prod(self.q.shape[:-1])
 
     @cute.jit
     def place(self, token) -> tuple:

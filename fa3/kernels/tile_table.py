@@ -411,16 +411,10 @@ class TileTable:
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
         """The index of the amount of work of a sequence's longest tile; the most has index 0."""
         last = cutlass.max(num_tiles - 1, 0)
+        find, rows, columns = self.band.key_blocks, self.tile_m, self.tile_n
         if self.is_of_keys:
-            blocks = [
-                self.band.query_blocks(tile * self.tile_n, self.tile_n, self.tile_m, sequence)
-                for tile in (Int32(0), last)
-            ]
-        else:
-            blocks = [
-                self.band.key_blocks(tile * self.tile_m, self.tile_m, self.tile_n, sequence)
-                for tile in (Int32(0), last)
-            ]
+            find, rows, columns = self.band.query_blocks, self.tile_n, self.tile_m
+        blocks = [find(tile * rows, rows, columns, sequence) for tile in (Int32(0), last)]
         work = cutlass.max(*(one.end - one.begin for one in blocks)) >> shift
         return AMOUNTS - 1 - cutlass.min(work, AMOUNTS - 1)
 

@@ -289,10 +289,6 @@ class Walk:
     crew: CtaGroup
     place: Place
 
-    def m_blocks(self, length: tuple) -> Divisor | PlainDivisor:
-        """Row blocks of a head of a sequence."""
-        return m_blocks_of(self.lengths, length, self.num_m_blocks)
-
     def tiles(self, length: tuple):
         """Tiles of a sequence in the line."""
         return tiles_of(self.lengths, length, self.num_m_blocks, self.num_groups)
@@ -313,7 +309,7 @@ class Walk:
         return cursor.position < self.place.pieces.begin(self.crew.number + 1)
 
     def tile(self, cursor: WalkCursor) -> Tile:
-        m_blocks = self.m_blocks(cursor.length)
+        m_blocks = m_blocks_of(self.lengths, cursor.length, self.num_m_blocks)
         group = m_blocks.quotient(cursor.tile)
         head = group * self.crew.width + self.crew.lane
         return Tile(cursor.tile - group * m_blocks.value, head, cursor.batch)

@@ -288,11 +288,7 @@ class Intersection:
     def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
         """Set the hidden scores of one block to -inf."""
         self.band.apply(scores, coords, n_block, sequence)
-        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                at = coords.position(r, c, n_block, sequence)
-                visible = cutlass.Boolean(self.function.visible(at))
-                scores[r, c] = scores[r, c] if visible else -cutlass.Float32.inf
+        self.hide(scores, coords, n_block, sequence)
 
     @cute.jit
     def apply_transposed(
@@ -300,8 +296,13 @@ class Intersection:
     ):
         """Set the hidden scores of a block of S^T to -inf, and scores of keys past the last one."""
         self.band.apply_transposed(scores, coords, m_block, sequence)
+        self.hide(scores, coords, m_block, sequence)
+
+    @cute.jit
+    def hide(self, scores: cute.Tensor, coords, block, sequence: Sequence):
+        """Set to -inf what the user's mask hides of a block of S or of S^T."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                at = coords.position(r, c, m_block, sequence)
+                at = coords.position(r, c, block, sequence)
                 visible = cutlass.Boolean(self.function.visible(at))
                 scores[r, c] = scores[r, c] if visible else -cutlass.Float32.inf
