@@ -48,8 +48,7 @@ HEADS_PER_GROUP, MORE_HEADS_PER_GROUP = 4, 8
 tiles come first, one of each head, and the ones of the last group would end long after all others.
 The latter with few tiles, where it took 6 to 12%, or in a fixed order (docs/experiments.md)."""
 
-ENOUGH_TILES = 1536
-"""Key tiles of all head groups, from which on the last group is a small part."""
+ENOUGH_TILES = 1536  # key tiles of all head groups, from which on the last group is a small part
 
 MOST_TILES_PER_GROUP = 256
 """Most key tiles of these heads; with longer sequences there are fewer heads."""
@@ -58,8 +57,7 @@ MORE_TILES_OF_WAVE = 2 * TILES_OF_WAVE
 """Where a key tile has no more keys than a block has queries, so that CTAs of a head group keep a
 distance of one block only."""
 
-MOST_ALTERNATING = 1024
-"""Key tiles up to which it pays there that head groups alternate."""
+MOST_ALTERNATING = 1024  # key tiles up to which it pays there that head groups alternate
 
 TILES_PREPROCESSED = 128
 """Key tiles of the head groups that the preprocess kernel does: work for other CTAs while some CTAs
@@ -139,24 +137,17 @@ config_for = functools.lru_cache(maxsize=REMEMBERED)(choose_backward_config)
 
 @dataclass(frozen=True)
 class BackwardKernels:
-    """The kernels of a backward pass, for any sizes.
+    """The kernels of a backward pass, for any sizes."""
 
-    Fields:
-        spec: what the backward kernel is compiled for, besides its tiling.
-        is_ordered: whether key tiles add to dQ in a fixed order.
-        splits: whether the backward kernel can share key tiles among CTAs.
-        is_packed: whether sequences are packed; a kernel then makes the table of key tiles.
-        has_used_q, has_used_k: whether packed sequences have `seqused_q` and `seqused_k`.
-        writes_fp32: whether dK and dV are fp32, which needs `splits`.
-    """
-
-    spec: AttentionSpec
-    is_ordered: bool = False
-    splits: bool = False
+    spec: AttentionSpec  # what the backward kernel is compiled for, besides its tiling
+    is_ordered: bool = False  # whether key tiles add to dQ in a fixed order
+    splits: bool = False  # whether the backward kernel can share key tiles among CTAs
+    # Whether sequences are packed; a kernel then makes the table of key tiles.
     is_packed: bool = False
+    # has_used_q, has_used_k: whether packed sequences have `seqused_q` and `seqused_k`.
     has_used_q: bool = False
     has_used_k: bool = False
-    writes_fp32: bool = False
+    writes_fp32: bool = False  # whether dK and dV are fp32, which needs `splits`
 
     @functools.cached_property
     def config(self) -> BackwardConfig:
@@ -211,47 +202,33 @@ class BackwardKernels:
 
 
 class BufferLayout(NamedTuple):
-    """The places in the buffer that the kernels share, in 32-bit numbers.
+    """The places in the buffer that the kernels share, in 32-bit numbers."""
 
-    Fields:
-        dq_at: the dQ accumulator; before it are the rows' statistics.
-        table_at: the table of packed key tiles.
-        counters_at, dq_flags_at: counters, and the flags of the accumulator.
-        part_counters_at, parts_at: counters and sums of shared key tiles; None without.
-        end: numbers of the whole buffer.
-    """
-
-    dq_at: int
-    table_at: int
+    dq_at: int  # the dQ accumulator; before it are the rows' statistics
+    table_at: int  # the table of packed key tiles
+    # counters_at, dq_flags_at: counters, and the flags of the accumulator.
     counters_at: int
     dq_flags_at: int
+    # part_counters_at, parts_at: counters and sums of shared key tiles; None without.
     part_counters_at: int | None
     parts_at: int | None
-    end: int
+    end: int  # numbers of the whole buffer
 
 
 class BackwardSizes(NamedTuple):
-    """What a launch takes of the sizes of a call.
+    """What a launch takes of the sizes of a call."""
 
-    Fields:
-        num_query_tiles: of all query heads.
-        heads_per_group, groups_preprocessed: as `PassArguments` has them.
-        most_ctas: CTAs of the backward kernel that have work.
-        dq_is_zeroed: whether the dQ accumulator starts with zeros.
-        layout: of the buffer that the kernels share.
-        capacity, shift: of the table of packed key tiles; None without.
-        alternates: as `BackwardArguments` has it.
-    """
-
-    num_query_tiles: int
+    num_query_tiles: int  # of all query heads
+    # heads_per_group, groups_preprocessed: as `PassArguments` has them.
     heads_per_group: int
     groups_preprocessed: int
-    most_ctas: int
-    dq_is_zeroed: bool
-    layout: BufferLayout
+    most_ctas: int  # CTAs of the backward kernel that have work
+    dq_is_zeroed: bool  # whether the dQ accumulator starts with zeros
+    layout: BufferLayout  # of the buffer that the kernels share
+    # capacity, shift: of the table of packed key tiles; None without.
     capacity: int | None = None
     shift: int | None = None
-    alternates: int | None = None
+    alternates: int | None = None  # as `BackwardArguments` has it
 
 
 def template_of_pass(
@@ -271,18 +248,12 @@ PASS_FIELDS = frozenset(PassArguments._fields)
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """How the gradients of a problem are computed; it has at least one query and one key.
-
-    Fields:
-        is_ordered: whether key tiles add to dQ in a fixed order.
-        shares: how CTAs share key tiles.
-        writes_fp32: whether dK and dV are fp32.
-    """
+    """How the gradients of a problem are computed; it has at least one query and one key."""
 
     problem: Problem
-    is_ordered: bool = False
-    shares: KeyShares = KeyShares()  # noqa: RUF009
-    writes_fp32: bool = False
+    is_ordered: bool = False  # whether key tiles add to dQ in a fixed order
+    shares: KeyShares = KeyShares()  # noqa: RUF009  # how CTAs share key tiles
+    writes_fp32: bool = False  # whether dK and dV are fp32
 
     @classmethod
     def of(
@@ -404,10 +375,8 @@ class BackwardPlan:
     @property
     def heads_per_group(self) -> int:
         """Heads with Q, dO and dQ that fit into L2 together, and key tiles that run together.
-
         So a head's tiles add to dQ at the same time. Parts of key tiles count as heads. A few heads
-        more or less make groups about equal, so that the last one is not small.
-        """
+        more or less make groups about equal, so that the last one is not small."""
         problem, waves = self.problem, self.waves
         if waves is not None and self.alternates:
             return waves.heads_per_group(self.heads, self.key_tiles_of_head)
@@ -455,11 +424,7 @@ def convert_ctas(tiles: int) -> int:
 
 
 def fuses_preprocess(seqlen_k: float, window: Window) -> bool:
-    """Whether queries see so many keys that the backward kernel has time to preprocess some.
-
-    Args:
-        seqlen_k: keys of a sequence, in the mean.
-    """
+    """Whether queries see so many keys that the backward kernel has time to preprocess some."""
     left, right = window
     keys = seqlen_k if right == NO_BOUND else seqlen_k / 2
     if left != NO_BOUND:
@@ -492,16 +457,12 @@ def rows_in_l2(spec: AttentionSpec) -> int:
 
 
 class PackedRows(NamedTuple):
-    """What the host knows of the rows of packed sequences.
-
-    Fields:
-        longest_q: the most queries of a sequence, at most `total_q`.
-    """
+    """What the host knows of the rows of packed sequences."""
 
     total_q: int
     total_k: int
     num_sequences: int
-    longest_q: int
+    longest_q: int  # the most queries of a sequence, at most `total_q`
     heads_q: int
     heads_kv: int
 
@@ -539,10 +500,8 @@ def shares_of_packed(
     spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
 ) -> KeyShares:
     """How CTAs share the key tiles of packed sequences; the host does not know their lengths.
-
     It is chosen for as many sequences of the longest length as the rows hold: long sequences have
-    most of the work. Lengths are rounded, so that steps of a training lead to few choices.
-    """
+    most of the work. Lengths are rounded, so that steps of a training lead to few choices."""
     total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
     # Memory has room for so many, whatever the lengths are.
     num_tiles = number_of_packed_tiles(total_k, num_sequences, config_for(spec).tile_n) * heads_kv
@@ -583,15 +542,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def head_groups_of_packed(heads_kv: int, tiles: int, fitting: int) -> int:
-    """The number of head groups, with equally many key/value heads each.
-
+    """Return the number of head groups, with equally many key/value heads each.
     So many that L2 holds what the tiles of a group share, and up to `HEAD_GROUPS` if each has many
-    tiles.
-
-    Args:
-        tiles: key tiles of a head.
-        fitting: heads with Q, dO and dQ of the longest sequence that fit into L2 together.
-    """
+    tiles. `fitting` are the heads with Q, dO and dQ of the longest sequence that fit into L2."""
     counts = divisors(heads_kv)
     for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
     most = min(HEAD_GROUPS, max(1, tiles * heads_kv // FEWEST_TILES))
