@@ -42,13 +42,11 @@ class QueryTiles(NamedTuple):
         m_block, head, batch = tile
         return Int64(m_block) + self.num_m_blocks * (head + self.num_heads * Int64(batch))
 
-    def at(self, tile_m: int, segment) -> "QueryTiles":
-        """The numbers for a segment's sequence."""
+    def at(self, tile: int, segment) -> "QueryTiles":
+        """The numbers for a segment's sequence, of query tiles or of key tiles."""
         return self
 
-    def at_keys(self, tile_n: int, segment) -> "QueryTiles":
-        """The numbers of key tiles for a segment's sequence."""
-        return self
+    at_keys = at
 
 
 class PackedQueryTiles(NamedTuple):
