@@ -149,8 +149,7 @@ def describe_mask(
 def ends_of_packed(mask: torch.Tensor, window: int | None) -> torch.Tensor | None:
     """Return where packed sequences begin and end, (sequences + 1,), int32, or None.
     The mask, (tokens, tokens), may come from position ids that layers do not see; a query sees
-    `window`
-    keys of its sequence, its own included."""
+    `window` keys of its sequence, its own included."""
     sees_the_one_before = mask.diagonal(-1)
     number = pad((~sees_the_one_before).cumsum(0), (1, 0))
     position = torch.arange(len(mask), device=mask.device)

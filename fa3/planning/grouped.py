@@ -69,8 +69,7 @@ class GroupedPlan:
     ) -> "GroupedPlan":
         """Return the plan of a problem with keys in a cache, as a rule the call's own K and V.
         Raises NotImplementedError for a score or a mask of the user's or dropout, and ValueError
-        for more
-        queries or keys than the kernel counts."""
+        for more queries or keys than the kernel counts."""
         spec = problem.spec
         if spec.has_user_functions:
             raise NotImplementedError(
