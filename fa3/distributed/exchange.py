@@ -69,9 +69,7 @@ class Split:
 
     def moved(self, moves: Moves, *tensors: Tensor, by_heads: bool = False) -> Arriving:
         """Return the rows that moves bring of the ranks' (batch, rows, ...).
-
-        This rank's own are in their places at once. By heads, each rank gets its share of heads.
-        """
+        This rank's own are in their places at once. By heads, each rank gets its share of heads."""
         total, sent, received, kept = moves
         if by_heads:
             tensors = tuple(x.unflatten(2, (len(self.rows), -1)).movedim(2, 0) for x in tensors)
@@ -148,9 +146,7 @@ def agree_on_rows(
     error: Exception | None = None,
 ) -> int:
     """Return the rows of the whole sequence; raise on all ranks if one cannot go on.
-
-    What is asked, by name, must be the same on all ranks. All raise the error of one.
-    """
+    What is asked, by name, must be the same on all ranks. All raise the error of one."""
     said: list[Any] = [None] * group.size()
     texts = {name: f"{value}" for name, value in asked.items()}
     try:

@@ -89,7 +89,6 @@ def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
 @dataclass(frozen=True)
 class Zigzag(SequenceLayout):
     """Rank r of n has chunks r and 2n - 1 - r of 2n, so causal attention is the same work for all.
-
     If 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:

@@ -36,17 +36,12 @@ FourGradients = tuple[Tensor, Tensor, Tensor, Optional]
 
 
 class Seen(NamedTuple):
-    """Rows of this rank, and keys that they see.
-
-    Fields:
-        options: of attention to these keys alone, by name.
-        is_local: whether all of these keys are this rank's.
-    """
+    """Rows of this rank, and keys that they see."""
 
     rows: slice = slice(None)
     keys: slice = slice(None)
-    options: Mapping[str, Any] = {}
-    is_local: bool = False
+    options: Mapping[str, Any] = {}  # of attention to these keys alone, by name
+    is_local: bool = False  # whether all of these keys are this rank's
 
 
 @dataclass(frozen=True)
@@ -92,15 +87,11 @@ class Alone:
 
 
 class Hop(NamedTuple):
-    """Keys that come here together.
+    """Keys that come here together."""
 
-    Fields:
-        parts: in the order of the rows; exchange: by which ranks get the keys.
-        order: of what they get, in which parts count, and which has a row twice at most; or None.
-    """
-
-    parts: tuple[Seen, ...]
-    exchange: RoundTrip
+    parts: tuple[Seen, ...]  # in the order of the rows
+    exchange: RoundTrip  # by which ranks get the keys
+    # Of what they get, in which parts count, and which has a row twice at most; or None.
     order: Optional = None
 
     def start(self, split: Split, *tensors: Tensor) -> Arriving:
@@ -206,10 +197,8 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 @functools.lru_cache(maxsize=64)
 def dense_hop(chunks: Runs, rank: int, window: Window) -> Hop:
     """Return a rank's chunks, each with the keys that it sees, and how ranks get them.
-
     Bottom-right alignment puts the chunk's last query at the last of the keys. Where keys after the
-    chunk are seen, the window makes up for it.
-    """
+    chunk are seen, the window makes up for it."""
     (left, right), seqlen = window, sum(len(chunk) for held in chunks for chunk in held)
 
     def seen_by(chunk: range) -> range:

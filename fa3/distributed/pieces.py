@@ -5,33 +5,23 @@ from collections.abc import Iterable
 from itertools import accumulate, product
 from typing import NamedTuple
 
-Runs = tuple[tuple[range, ...], ...]
-"""Rows of a sequence, of each rank."""
+Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 
 
 class Moves(NamedTuple):
-    """Where a rank's rows go, and where other rows get to.
+    """Where a rank's rows go, and where other rows get to."""
 
-    Fields:
-        total: rows that the rank has in the end.
-        sent: other ranks, and rows for them; received: other ranks, and places for their rows.
-        kept: rows of the rank, and their places.
-    """
-
-    total: int
-    sent: tuple[tuple[int, slice], ...]
-    received: tuple[tuple[int, slice], ...]
-    kept: tuple[tuple[slice, slice], ...]
+    total: int  # rows that the rank has in the end
+    sent: tuple[tuple[int, slice], ...]  # other ranks, and rows for them
+    received: tuple[tuple[int, slice], ...]  # other ranks, and places for their rows
+    kept: tuple[tuple[slice, slice], ...]  # rows of the rank, and their places
 
 
 class RoundTrip(NamedTuple):
-    """What a rank sends and gets: rows, and their gradients back.
+    """What a rank sends and gets: rows, and their gradients back."""
 
-    Fields:
-        there, back: both ways. What comes back begins with gradients of rows that were kept;
-            then come gradients of rows that were sent, in the order of `there.sent`.
-    """
-
+    # there, back: both ways. What comes back begins with gradients of rows that were kept; then
+    # come gradients of rows that were sent, in the order of `there.sent`.
     there: Moves
     back: Moves
 
