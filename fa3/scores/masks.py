@@ -224,7 +224,7 @@ def as_integer(bound):
 
 @dataclass(frozen=True)
 class Intersection:
-    """A query sees a key if both a band and a user's mask say so.
+    """A query sees a key if both a band and a user's mask say so; the methods are as in `Band`.
     Until `bind`, `function` is the mask's template, and the band alone gives the ranges."""
 
     band: Band
@@ -249,15 +249,12 @@ class Intersection:
         return self
 
     def key_range(self, row, sequence: Sequence):
-        """Half-open range of keys outside of which query `row` sees no key."""
         return self.band.key_range(row, sequence)
 
     def range_at(self, r: int, coords: ScoreCoords, sequence: Sequence):
-        """Half-open range of keys outside of which row r of a thread sees no key."""
         return self.band.range_at(r, coords, sequence)
 
     def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> Blocks:
-        """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
         blocks = self.band.key_blocks(row_begin, num_rows, tile_n, sequence)
         if isinstance(self.function, Template):
             return Blocks(blocks.begin, blocks.begin, blocks.begin, blocks.end)
@@ -286,7 +283,6 @@ class Intersection:
 
     @cute.jit
     def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
-        """Set the hidden scores of one block to -inf."""
         self.band.apply(scores, coords, n_block, sequence)
         self.hide(scores, coords, n_block, sequence)
 
@@ -294,7 +290,6 @@ class Intersection:
     def apply_transposed(
         self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
     ):
-        """Set the hidden scores of a block of S^T to -inf, and scores of keys past the last one."""
         self.band.apply_transposed(scores, coords, m_block, sequence)
         self.hide(scores, coords, m_block, sequence)
 

@@ -106,7 +106,6 @@ class Softcap(Score):
         return self.cap * (logits / self.cap).tanh()
 
     def derivative(self, logits, at):
-        """Of `reference` by the logits, in torch."""
         return 1.0 - (logits / self.cap).tanh().square()
 
     def unit_after(self, unit):
@@ -152,7 +151,6 @@ class Alibi(Score):
         return logits - slopes * abs(distance)
 
     def derivative(self, logits, at):
-        """Of `reference` by the logits."""
         return 1.0
 
     def at_rows(self, coords: ScoreCoords, unit):

@@ -191,16 +191,11 @@ def add_tune(commands) -> None:
         "  fa3 tune --forget",
     )
     task = tune.add_mutually_exclusive_group(required=True)
-    task.add_argument(
-        "--shapes",
-        nargs="+",
-        type=shape,
-        metavar="B,SQ,SK,HQ,HKV,D",
-        help="batch size, queries, keys, query heads, key/value heads and head size",
-    )
-    task.add_argument("--forget", action="store_true", help="leave all plans to the planner again")
+    sizes = "batch size, queries, keys, query heads, key/value heads and head size"
+    add_option(task, "--shapes", shape, sizes, nargs="+")
+    add_option(task, "--forget", bool, "leave all plans to the planner again")
     add_mask(tune)
-    tune.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
+    add_option(tune, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
 
 
 HEAD_DIM_V_HELP = "columns of v, if not head_dim"
