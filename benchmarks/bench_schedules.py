@@ -71,8 +71,8 @@ def plans_of(cell: Cell, only: tuple[str, ...]) -> list[Planned]:
 def compile_all(cells: Sequence[Cell], only: tuple[str, ...], console: Console) -> None:
     """Compile every kernel that the cells need, in processes side by side."""
     plans = [one.plan for cell in cells for one in plans_of(cell, only)]
-    again = [plan.again for plan in plans if plan.again]
-    kernels = dict.fromkeys(plan.kernel() for plan in (*plans, *again))
+    recompute = [plan.recompute for plan in plans if plan.recompute]
+    kernels = dict.fromkeys(plan.kernel() for plan in (*plans, *recompute))
     with runs.progress_bar(console) as progress:
         task = progress.add_task("compile", total=len(kernels))
         for kernel, error in zip(kernels, runs.in_processes(compile_one, kernels), strict=True):

@@ -72,7 +72,6 @@ KEYS_UNZEROED, MORE_KEYS_UNZEROED = 512, 1024
 the right, where key tiles begin at different queries. Without zeros 512 keys gained 5 to 22% and
 1024 up to 9%, at head size 256 nothing; longer ones lost up to 19% (docs/experiments.md)."""
 
-
 HEAD_GROUPS = 4
 """Head groups of packed sequences, so that the preprocess kernel does a quarter of the queries."""
 
@@ -319,7 +318,10 @@ class BackwardPlan:
         if not fuses_preprocess(self.problem.seqlen_k, self.problem.window):
             return self.num_head_groups
         tiles_per_group = self.heads_per_group * self.key_tiles_of_head
-        return min(self.num_head_groups, -(-TILES_PREPROCESSED // tiles_per_group))
+        groups = -(-TILES_PREPROCESSED // tiles_per_group)
+        if self.alternates and self.num_head_groups == 2 and tiles_per_group <= TILES_OF_WAVE:
+            groups = 2  # CTAs come to the second group at once, with the first one's shortest tiles
+        return min(self.num_head_groups, groups)
 
     @property
     def dq_is_zeroed(self) -> bool:

@@ -30,7 +30,6 @@ MOST_PARTS_OF_SM = 16
 BLOCK_PARTS = (1, 2, 3, 4, 6, 8)  # parts of the query blocks of one head
 MOST_OF_TIME = 0.98  # A split must take less than this part of the time without, by the model
 
-
 TILES_OF_WAVE = 140
 """Key tiles of a head group where head groups alternate: about as many as run at the same time.
 With 256 instead of 144, 9 of 25 shapes were slower, by up to 28% (docs/experiments.md)."""

@@ -62,6 +62,7 @@ TILINGS = (
     Tiling(192, 128, True, math.inf, ForwardConfig(128, 112)),
     Tiling(192, 192, False, math.inf, ForwardConfig(128, 112, own_o=False)),
     Tiling(192, 192, True, math.inf, ForwardConfig(128, 80)),
+    Tiling(256, 256, False, 512, ForwardConfig(128, 64, own_o=False, cluster_m=2)),
     Tiling(256, 256, False, 4096, ForwardConfig(128, 80, own_o=False, cluster_m=2)),
     Tiling(256, 256, False, math.inf, ForwardConfig(128, 80, own_o=False)),
     Tiling(256, 256, True, 512, ForwardConfig(128, 64, own_o=False)),
