@@ -4,8 +4,6 @@ What lies on the CPU. What is on a GPU is read back with FA3_ASSERTIONS=1 only, 
 to read it, the host waits for the GPU.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from fa3.settings import SETTINGS
@@ -65,10 +63,3 @@ def check_scores(
             f"{largest:.3g} after scaling: its exponential relative to the row max is lost to "
             "rounding in float32"
         )
-
-
-def check_counts(name: str, counts: Sequence[int]) -> None:
-    """Raise unless sequences can use so many rows."""
-    for sequence, count in enumerate(counts):
-        if count < 0:
-            raise ValueError(f"{name} must be 0 or more, got {count} for sequence {sequence}")

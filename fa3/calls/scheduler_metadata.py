@@ -32,7 +32,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.calls.values import check_leftpads, check_lengths
+from fa3.calls.values import PADDING, check_each, check_lengths
 from fa3.complaints import kind_of
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.planning.gpu import H200, Gpu
@@ -274,7 +274,7 @@ def keys_in_cache(
         check_room(sequence, length, count, most_keys, most_new)
     totals = [a + b for a, b in zip(before, new, strict=True)]
     padding = padding or [0] * batch
-    check_leftpads(padding, totals)
+    check_each("cache_leftpad", padding, totals, PADDING)
     return [total - pad for total, pad in zip(totals, padding, strict=True)]
 
 

@@ -10,9 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls.assertions import check_counts, read_back
+from fa3.calls.assertions import read_back
 from fa3.calls.call import INTEGERS, LENGTHS_OF_PACKED, AttentionCall, Integers
+from fa3.primitives.arithmetic import LARGEST
 from fa3.reference.varlen import used_rows
+
+COUNT = "0 or more"
+IN_CACHE_ROW = "from 0 to {}, what the cache holds of a sequence"
+PADDING = "from 0 to the sequence's length of {}"
+
+
+def check_each(name: str, numbers: Sequence[int], most: int | Sequence[int], accepted: str) -> None:
+    """Raise unless the number of each sequence is from 0 to `most`, as `accepted` says."""
+    limits = [most] * len(numbers) if isinstance(most, int) else most
+    for sequence, (number, limit) in enumerate(zip(numbers, limits, strict=True)):
+        if not 0 <= number <= limit:
+            raise ValueError(
+                f"{name} must be {accepted.format(limit)}, got {number} for sequence {sequence}"
+            )
+
 
 # --------------------------------------------------------------------------- packed sequences
 
@@ -33,7 +49,7 @@ def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[in
         if ends is None:
             continue
         check_ends(f"cu_seqlens_{side}", ends, side, total)
-        check_counts(f"seqused_{side}", used or ())
+        check_each(f"seqused_{side}", used or (), LARGEST, COUNT)
         for sequence, rows in enumerate(used_rows(ends, used)):
             if len(rows) > most:
                 raise ValueError(
@@ -124,7 +140,7 @@ def check_values(call: AttentionCall, values: HostValues, query_step: int) -> No
     if call.rotary_cos is not None:
         check_positions(call, values, query_step)
     if values.leftpads is not None:
-        check_leftpads(values.leftpads, values.seqlens or [call.capacity] * call.batch)
+        check_each("cache_leftpad", values.leftpads, values.seqlens or call.capacity, PADDING)
     if values.batch_idx is not None:
         check_batch_idx(call, values.batch_idx)
     if values.query_ends is not None:
@@ -154,7 +170,7 @@ def check_query_ends(call: AttentionCall, ends: list[int], used: list[int] | Non
             f"{ends[-1]}{at}"
         )
     if used is not None:
-        check_counts("seqused_q", used)
+        check_each("seqused_q", used, LARGEST, COUNT)
         counts = list(map(min, counts, used))
     if max(counts, default=0) > call.max_seqlen_q:
         raise ValueError(
@@ -165,12 +181,7 @@ def check_query_ends(call: AttentionCall, ends: list[int], used: list[int] | Non
 
 def check_batch_idx(call: AttentionCall, batch_idx: list[int]) -> None:
     """Raise unless the cache has these rows, and none of them gets tokens of two sequences."""
-    for sequence, row in enumerate(batch_idx):
-        if not 0 <= row < call.num_sequences:
-            raise ValueError(
-                f"cache_batch_idx must be from 0 to {call.num_sequences - 1}, got {row} "
-                f"for sequence {sequence}"
-            )
+    check_each("cache_batch_idx", batch_idx, call.num_sequences - 1, "from 0 to {}")
     if call.k_new is not None and len(set(batch_idx)) < call.batch:
         twice = next(row for row in batch_idx if batch_idx.count(row) > 1)
         raise ValueError(
@@ -181,12 +192,7 @@ def check_batch_idx(call: AttentionCall, batch_idx: list[int]) -> None:
 
 def check_seqlens(call: AttentionCall, values: HostValues) -> None:
     """Raise unless the tokens of each sequence, and those it gets, fit its cache."""
-    for sequence, seqlen in enumerate(values.seqlens):
-        if not 0 <= seqlen <= call.capacity:
-            raise ValueError(
-                f"{call.name('seqused_k')} must be from 0 to {call.capacity}, what the cache holds "
-                f"of a sequence, got {seqlen} for sequence {sequence}"
-            )
+    check_each(call.name("seqused_k"), values.seqlens, call.capacity, IN_CACHE_ROW)
     if values.counts is None:
         return
     for sequence, (seqlen, count) in enumerate(zip(values.seqlens, values.counts, strict=True)):
@@ -194,16 +200,6 @@ def check_seqlens(call: AttentionCall, values: HostValues) -> None:
             raise ValueError(
                 f"cache_seqlens must leave room for k: sequence {sequence} has {seqlen} tokens "
                 f"and gets {count}, but the cache holds {call.capacity}"
-            )
-
-
-def check_leftpads(leftpads: list[int], limits: list[int]) -> None:
-    """Raise unless the padding is part of its sequence."""
-    for sequence, (leftpad, limit) in enumerate(zip(leftpads, limits, strict=True)):
-        if not 0 <= leftpad <= limit:
-            raise ValueError(
-                f"cache_leftpad must be from 0 to the sequence's length of {limit}, got "
-                f"{leftpad} for sequence {sequence}"
             )
 
 
