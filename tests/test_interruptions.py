@@ -114,10 +114,10 @@ def is_packed(splits: bool = False) -> None:
         tuple(launch(one, ForwardArguments) for one in (main, computes_again))
         for main in (marks_rows, merges_parts)
     )
-    table = launch(makes_table, TileTableArguments)
-    tables_and_split = launch(makes_table, SegmentTableArguments), *split
+    whole = launch(makes_table, TileTableArguments), *whole
+    split = launch(makes_table, SegmentTableArguments), *split
     plan = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64), cache=None)
-    call = PreparedVarlen(plan, table, whole, lambda: tables_and_split, 128, 112, 132)
+    call = PreparedVarlen(plan, lambda splits: split if splits else whole, 128, 112, 132)
     call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 8), None, 1.0, splits=splits)
 
 

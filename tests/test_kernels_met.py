@@ -109,7 +109,7 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
         attends = prepare_on_pages(model, window, *sizes).attends
         if isinstance(attends, PackedCall):
-            attends.alone.split()
+            attends.alone.launches(True)
         assert loaded.keys() <= compiled, (window, *sizes)
     assert len(loaded) > 2
 
@@ -134,7 +134,7 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
             if model.sinks else None,
         )  # fmt: skip
         call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
-        call.alone.split()
+        call.alone.launches(True)
         for queries, overlaps_forward in product(QUERIES, (False, True)):
             call.decode(queries, overlaps_forward)
         assert loaded.keys() <= compiled, window

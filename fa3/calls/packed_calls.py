@@ -69,11 +69,9 @@ class PreparedVarlen:
     """A plan for packed sequences with its kernels loaded."""
 
     plan: RaggedPlan  # what they were made by
-    tile_table: Launch  # the kernel that makes the table of tiles
-    launches: tuple[Launch, ...]  # the forward kernel, and recompute if rows can fail
-    # Loads the segment table, the forward kernel for its segments, and recompute, which most calls
-    # never have.
-    split: Callable[[], list[Launch]]
+    # Gives the table kernel, the forward kernel, and recompute if rows can fail. It loads the
+    # kernels for split tiles, which most calls never have, when it is asked for them.
+    launches: Callable[[bool], list[Launch]]
     # tile_m, tile_n: of the forward kernel's config.
     tile_m: int
     tile_n: int
@@ -82,12 +80,11 @@ class PreparedVarlen:
     @classmethod
     def of(cls, plan: RaggedPlan, window: Window) -> "PreparedVarlen":
         """Load the kernels of a plan."""
-        tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
-        split = functools.cache(
-            lambda: [one.loaded(load_kernel) for one in plan.launches(window, splits=True)]
+        launches = functools.cache(
+            lambda splits: [one.loaded(load_kernel) for one in plan.launches(window, splits)]
         )
-        config, num_sms = plan.config, plan.gpu.num_sms
-        return cls(plan, tile_table, tuple(launches), split, config.tile_m, config.tile_n, num_sms)
+        launches(False)
+        return cls(plan, launches, plan.config.tile_m, plan.config.tile_n, plan.gpu.num_sms)
 
     def launch(
         self,
@@ -106,15 +103,15 @@ class PreparedVarlen:
         """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, *integers = operands
         batch, heads, total_q, total_k, _, most_keys = sizes
-        place, launches = place_on(q.device), self.launches
+        place = place_on(q.device)
+        (kernel, template, _), *launches = self.launches(splits)
         capacity = capacity_of_table(total_q, batch, self.tile_m)
         num_tiles = capacity * heads
         num_ctas = num_recompute = min(self.num_ctas, num_tiles)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.
         state = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
-        (kernel, template, _), parts = self.tile_table, None
+        parts = None
         if splits:
-            (kernel, template, _), *launches = self.split()
             num_ctas = self.num_ctas
             num_slots = most_slots(num_tiles, num_ctas)
             parts = PartMemory.of(num_slots, self.tile_m, self.plan.spec.head_dim_v)
