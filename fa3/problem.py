@@ -40,6 +40,9 @@ HEAD_DIM_UNIT, FP8_UNIT, MAX_HEAD_DIM = 8, 16, 256
 """Head sizes are multiples of 16 bytes, in 16 bits and in FP8, as TMA wants; a WGMMA has at most
 256 columns of O."""
 
+FP8_HEAD_DIM_UNIT = 32
+"""Head sizes are multiples of so many where queries are multiplied in FP8, as a WGMMA wants."""
+
 
 class Element(NamedTuple):
     """What follows from a dtype.
@@ -56,13 +59,16 @@ class Element(NamedTuple):
 ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}
 """What q, k, v and out may be made of."""
 
+FP8 = "float8_e4m3fn"
+"""What q, k and v may be made of in a forward pass whose out is in 16 bits; and caches."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Everything that changes generated code except tiling. The spec is the compile key.
 
     Attributes:
-        dtype: element type of q, k and v, one of `ELEMENTS`, which out has too.
+        dtype: element type of q, k and v: one of `ELEMENTS`, which out has too, or `FP8`.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
         mask: a mask of `fa3.scores.masks`, which is not imported here; its compile-time half.
@@ -70,6 +76,7 @@ class AttentionSpec:
             objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
         has_dropout: whether probabilities are dropped.
+        fp8_out: element type of out if `dtype` is `FP8`; None else.
     """
 
     dtype: str
@@ -79,16 +86,22 @@ class AttentionSpec:
     scores: tuple[Any, ...] = ()
     sinks: str | None = None
     has_dropout: bool = False
+    fp8_out: str | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether q, k and v are FP8."""
+        return self.dtype == FP8
 
     @property
     def element(self) -> Element:
         """What q, k and v are made of."""
-        return ELEMENTS[self.dtype]
+        return Element(1, False) if self.is_fp8 else ELEMENTS[self.dtype]
 
     @property
     def out_dtype(self) -> str:
         """Element type of out."""
-        return self.dtype
+        return self.fp8_out or self.dtype
 
     @property
     def key_bytes(self) -> int:

@@ -314,7 +314,7 @@ TAKE_TENSORS = [
     (ATTEND, "alibi_slopes sinks"),
     ("varlen", "cu_seqlens_q cu_seqlens_k seqused_q seqused_k"),
     ("cache", "k rotary_cos rotary_sin cache_batch_idx cache_leftpad page_table"),
-    ("cache", DESCALES),
+    (ATTEND, DESCALES),
     ("metadata", "cu_seqlens_q cu_seqlens_k_new cache_leftpad"),
 ]
 WINDOWS = f"{ALL} problem"
@@ -358,11 +358,10 @@ OPTIONS = [
         for value in (ONE, np.ones(2), False, 0, "x")
         for row in (
             (ATTEND, "qv", value, MISSING, "must be None, got ...: it is not supported$"),
-            ("dense varlen", DESCALES, value, MISSING, "must be...: only FP8"),
         )
     ),
-    ("cache", DESCALES, ONE, "must be None unless ... is torch.float8_e4m3fn, got"),
-    *each("cache", DESCALES, TYPE, f"{NO_TENSOR} {{}}", (np.ones(2), "ndarray"), (0, "int"),
+    (ATTEND, DESCALES, ONE, "must be None unless ... is torch.float8_e4m3fn, got"),
+    *each(ATTEND, DESCALES, TYPE, f"{NO_TENSOR} {{}}", (np.ones(2), "ndarray"), (0, "int"),
           (False, "bool"), ("x", "str")),
     *each(WINDOWS, "window_size", TYPE, "must be two integers (left, right)...got {}",
           ((True, False), "True"), ((1, 0.0), "0.0"), ("ab", "'a'"), ((ONE, 0), "Tensor"),

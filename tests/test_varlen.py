@@ -114,7 +114,7 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     longest = call["max_seqlen_q"], call["max_seqlen_k"]
     sizes = PackedSizes(len(call["cu_seqlens_q"]) - 1, heads, total_q, len(call["k"]), *longest)
     expected = call["q"], call["k"], call["v"], out, lse, *integers, sizes, None, 0.125
-    expected = *expected, 0, None, None, None, False
+    expected = *expected, 0, None, None, None, False, None
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))

@@ -7,6 +7,7 @@ looked at in each call (`check_sizes`), and so are the numbers in int32 tensors 
 """
 
 from collections import namedtuple
+from dataclasses import replace
 
 import torch
 
@@ -40,6 +41,7 @@ from fa3.calls.operands import (
     check_shape,
     check_stride,
     describe,
+    dtype_of_output,
     operand_of,
 )
 from fa3.calls.options import (
@@ -53,7 +55,7 @@ from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import FP8_UNIT, AttentionSpec, Problem, Window
+from fa3.problem import FP8, FP8_HEAD_DIM_UNIT, FP8_UNIT, AttentionSpec, Problem, Window
 from fa3.schedules.sequences import LONGEST, capacity_of
 
 TENSORS = (
@@ -72,6 +74,8 @@ INTEGERS = TENSORS[OF_INTEGERS]
 
 DESCALE_NAMES = "q_descale", "k_descale", "v_descale"
 """What elements of FP8 tensors are multiplied by."""
+
+TENSORS_OF_DENSE = "q", "k", "v", "alibi_slopes", "sinks", *DESCALE_NAMES  # of a dense call
 
 NAMES_ON_CACHE = {
     "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
@@ -92,14 +96,15 @@ def indices_of(*names: str) -> tuple[int, ...]:
     return tuple(map(TENSORS.index, names))
 
 
-PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 6
-"""Of q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks."""
+PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 9
+"""Of q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes, sinks and descales."""
 
 PLACES_WITH_GRADIENT = indices_of("q", "k", "v", "sinks")
 """The tensors of calls on packed keys that may require grad."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 PLACES_OF_LENGTHS = indices_of(*LENGTHS_OF_PACKED)
+PLACES_OF_BATCH = indices_of("alibi_slopes", *DESCALE_NAMES)
 PLACES_OF_ANY_LENGTH = (*indices_of("q", "k", "v"), *PLACES_OF_LENGTHS)
 """The tensors of a call on packed keys whose rows or entries may be more or fewer in each call."""
 
@@ -115,9 +120,6 @@ RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
 
 LENGTHS = "an integer or an int32 torch.Tensor"  # what cache_seqlens may be
 ROTARY_UNIT = 16  # A rotary embedding turns a multiple of this many columns
-
-STRIDE_UNIT = ALIGNMENT // min(dtype.itemsize for dtype in DTYPES)
-"""Elements of which strides may be any multiple."""
 
 SPARE = 1024  # positions beyond the last key that kernels count, in blocks
 MOST_FORWARD_TILES = 1 << 24  # tiles at most: 32 bits count their marks and log-sum-exps
@@ -151,11 +153,11 @@ def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Des
 
 
 def packed_tensors(
-    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks
+    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks, *descales
 ) -> tuple[torch.Tensor | None, ...]:
     """The `TENSORS` of a call on packed keys."""
     return (
-        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, *[None] * 3,
+        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, *descales,
         slopes, sinks, None,
     )  # fmt: skip
 
@@ -178,9 +180,10 @@ def without_lengths(described: Described) -> Described:
             (_, *sizes), _, *kind = found[place]
             strides = (*[0] * len(sizes), 1)
             found[place] = ((ANY_NUMBER, *sizes), strides, *kind)
-    if found[-3] is not None:
-        shape, *rest = found[-3]
-        found[-3] = ((ANY_NUMBER,) * (len(shape) - 1) + shape[-1:], *rest)
+    for place in PLACES_OF_BATCH:
+        if found[place] is not None:
+            shape, *rest = found[place]
+            found[place] = ((ANY_NUMBER,) * (len(shape) - 1) + shape[-1:], *rest)
     return (*found[:-1], None)
 
 
@@ -207,8 +210,8 @@ class AttentionCall(
 
     @classmethod
     def dense(cls, *operands: Operand | None) -> "AttentionCall":
-        """A dense call: q, k, v, alibi_slopes and sinks."""
-        named = dict(zip(("q", "k", "v", "alibi_slopes", "sinks"), operands, strict=True))
+        """A dense call: q, k, v, alibi_slopes, sinks and, if there are any, descales."""
+        named = dict(zip(TENSORS_OF_DENSE, operands, strict=False))
         return cls(**dict.fromkeys(TENSORS) | named, kind=DENSE)
 
     @property
@@ -281,9 +284,14 @@ class AttentionCall(
         return self.has_fp8_cache and self.q.dtype == FP8_DTYPE
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether queries, keys and values are multiplied in FP8."""
+        return not self.has_cache and self.q.dtype == FP8_DTYPE
+
+    @property
     def q_in_16_bits(self) -> Operand:
         """q, with the dtype that its output has."""
-        return self.q._replace(dtype=torch.bfloat16) if self.has_fp8_q else self.q
+        return self.q._replace(dtype=dtype_of_output(self.q.dtype))
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -321,8 +329,13 @@ class AttentionCall(
         Args:
             window: the bounds that may hide a key.
         """
-        modifiers = self.modifiers(options, is_causal)
-        return modifiers.spec(self.q_in_16_bits.dtype, self.head_dim, self.head_dim_v, window)
+        modifiers, out_dtype = self.modifiers(options, is_causal), self.q_in_16_bits.dtype
+        spec = modifiers.spec(out_dtype, self.head_dim, self.head_dim_v, window)
+        if not self.is_fp8:
+            return spec
+        if options.has_dropout:
+            raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
+        return replace(spec, dtype=FP8, fp8_out=spec.dtype)
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
         """What is compiled for packed sequences, and the bounds that any lengths may have."""
@@ -349,7 +362,7 @@ def check_tensors(call: AttentionCall) -> None:
     else:
         check_rank("q", call.q)
     is_narrow = 1 in (call.k.dtype.itemsize, call.v.dtype.itemsize)
-    if call.has_cache and (is_narrow or call.q.dtype == FP8_DTYPE):
+    if (call.has_cache and is_narrow) or call.q.dtype == FP8_DTYPE:
         check_fp8(call)
     check_kind(call.q_in_16_bits)
     check_layout("q", call.q)
@@ -372,16 +385,17 @@ def check_tensors(call: AttentionCall) -> None:
 
 
 def check_fp8(call: AttentionCall) -> None:
-    """Raise unless a cache in FP8 goes with q."""
+    """Raise unless keys and values in FP8 go with q."""
     name_k, name_v = call.name("k"), call.name("v")
     check_dtype(name_k, call.k, FP8_DTYPE)
     check_dtype(name_v, call.v, FP8_DTYPE)
     check_dtype("q", call.q, *DTYPES, FP8_DTYPE)
+    unit, reason = (FP8_HEAD_DIM_UNIT, "q in FP8") if call.is_fp8 else (FP8_UNIT, "an FP8 cache")
     for name, operand in (("q", call.q), (name_v, call.v)):
-        if operand.shape[-1] % FP8_UNIT:
+        if operand.shape[-1] % unit:
             raise ValueError(
-                f"{name} has head_dim {operand.shape[-1]}, supported with an FP8 cache are "
-                f"multiples of {FP8_UNIT}"
+                f"{name} has head_dim {operand.shape[-1]}, supported with {reason} are multiples "
+                f"of {unit}"
             )
     if call.has_fp8_q and call.k_new is not None:
         raise ValueError(
@@ -402,7 +416,9 @@ def check_descales(call: AttentionCall) -> None:
             )
         check_dtype(name, descale, torch.float32)
         check_device(name, descale, "q", call.q)
-        check_shape(name, descale, (call.batch, call.heads_kv), "q and " + call.name("k"))
+        # Of packed keys `check_sizes` looks at the number of sequences, which each call has anew.
+        batch = ANY_NUMBER if call.kind == PACKED else call.batch
+        check_shape(name, descale, (batch, call.heads_kv), "q and " + call.name("k"))
 
 
 def check_packed_keys(call: AttentionCall) -> None:
@@ -499,27 +515,38 @@ def check_sizes(described: Described) -> int:
     slopes = described[-3]
     if slopes is not None:
         check_alibi_slopes(Operand(*slopes), q, batch)
+    for name in DESCALE_NAMES:
+        descale = described[TENSORS.index(name)]
+        if descale is not None and len(descale[0]) == 2 and descale[0][0] != batch:
+            raise ValueError(
+                f"{name} must have {batch} rows, one for each sequence, got shape "
+                f"{tuple(descale[0])}"
+            )
     return batch
 
 
 def check_rows(name: str, description: Description) -> None:
     """Raise unless a tensor is (total, heads, head_dim), and TMA can read it without a copy."""
-    shape, stride, *_ = description
-    if len(shape) != 3 or stride[2] != 1 or stride[0] % STRIDE_UNIT or stride[1] % STRIDE_UNIT:
+    shape, stride, dtype, *_ = description
+    unit = ALIGNMENT // dtype.itemsize
+    if len(shape) != 3 or stride[2] != 1 or stride[0] % unit or stride[1] % unit:
         operand = Operand(*description)
         check_rank(name, operand, PACKED_DIMENSIONS)
         check_contiguous(name, operand)
         check_steps(name, operand)
 
 
-def are_of_batch(integers: Integers, slopes: torch.Tensor | None, batch: int) -> bool:
-    """Whether lengths, vectors all, and slopes have entries for so many sequences."""
+def are_of_batch(
+    integers: Integers, slopes: torch.Tensor | None, batch: int, *descales: torch.Tensor | None
+) -> bool:
+    """Whether lengths, vectors all, slopes and descales have entries for so many sequences."""
     _, ends_k, used_q, used_k = integers
     return (
         ends_k.shape[0] == batch + 1 > 0
         and (used_q is None or used_q.shape[0] == batch)
         and (used_k is None or used_k.shape[0] == batch)
         and (slopes is None or slopes.ndim == 1 or slopes.shape[0] == batch)
+        and all(one is None or one.shape[0] == batch for one in descales)
     )
 
 

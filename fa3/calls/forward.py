@@ -6,7 +6,7 @@ allocation of its outputs and the launch.
 """
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from fa3.calls.autograd import (
     wants_gradient,
 )
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import AttentionCall
+from fa3.calls.call import DESCALE_NAMES, TENSORS_OF_DENSE, AttentionCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
@@ -48,7 +48,7 @@ from fa3.calls.operands import (
     hide_all_keys,
     operand_of,
 )
-from fa3.calls.operators import trace_attention
+from fa3.calls.operators import check_traceable, trace_attention
 from fa3.calls.options import (
     DENSE,
     FROM_FLASH_ATTENTION_2,
@@ -58,6 +58,7 @@ from fa3.calls.options import (
     check_scale,
     options_of,
 )
+from fa3.calls.scales import Scales
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200
@@ -91,6 +92,7 @@ class PreparedCall:
     table: Table | None = None  # what the schedule reads
     problem: Problem | None = None  # what is asked, also if there is nothing to compute
     grouped: PreparedDecode | None = None  # how it runs in the decode kernel; None if it does not
+    scales: Scales | None = None  # of a call in FP8
 
     @classmethod
     def on_gpu(
@@ -125,16 +127,18 @@ class PreparedCall:
         returns_lse: bool = True,
         scale: float = 1.0,
         dropout: Dropout | None = None,
+        descales: tuple[torch.Tensor | None, ...] | None = None,  # of q, k and v in FP8
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
         if out is None:
             out = self.output.allocate(q)
         lse = q.new_empty(*self.lse_shape, dtype=torch.float32) if returns_lse else None
+        scales = self.scales.of(*descales) if self.scales is not None and descales else None
         if self.launches:
-            with_device(q.device, self.launch, q, k, v, out, lse, tensors, scale, dropout)
+            with_device(q.device, self.launch, q, k, v, out, lse, tensors, scale, dropout, scales)
             return out, lse
         if self.plan is not None:
-            execute(self.plan, (q, k, v, out, lse), scale, tensors, dropout)
+            execute(self.plan, (q, k, v, out, lse), scale, tensors, dropout, scales)
             return out, lse
         if self.grouped is not None:
             operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
@@ -153,13 +157,14 @@ class PreparedCall:
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
         dropout: Dropout | None = None,
+        descales: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         """Run the kernels on the current stream of q's GPU."""
         place = place_on(q.device)
         state = None if self.table is None else self.table.on(*place)
         drawn = None if dropout is None else dropout.arguments
         tensors = q, k, v, out, lse_address(lse), modifiers, scale
-        run_tiles(self.launches, self.tiles, tensors, state, place, drawn)
+        run_tiles(self.launches, self.tiles, tensors, state, place, drawn, descales=descales)
 
 
 @operators.registers
@@ -170,9 +175,9 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
@@ -204,6 +209,8 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
             up to 256. Any strides that are multiples of 16 bytes with a contiguous last dimension.
+            Or float8_e4m3fn, without gradients: then head sizes are multiples of 32, k and v are
+            of the same dtype, and the output is bfloat16.
         k: (batch, seqlen_k, heads_kv, head_dim), like q.
         v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
@@ -244,8 +251,9 @@ def flash_attn_func(
             which pays with few queries; chosen by the planner if not given. True is refused with
             gradients, dropout, a schedule, a plan, and a score or a mask of your own.
         attention_chunk: 0 or None, which are the same: no chunks.
-        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
-            is not supported.
+        q_descale, k_descale, v_descale: (batch, heads_kv), float32, positive: what q, k and v in
+            FP8 are multiplied by; 1 by default. Any strides, also 0.
+        qv: in the signature for compatibility; anything but None is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
@@ -264,17 +272,19 @@ def flash_attn_func(
     """
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
-        deterministic, dropout_p, pack_gqa, qv, q_descale, k_descale, v_descale,
+        deterministic, dropout_p, pack_gqa, qv,
     )  # fmt: skip
+    descales = q_descale, k_descale, v_descale
     if not (schedule is plan is None):
         check_choices(schedule, plan)
     if is_traced(q):
+        check_traceable(q, descales)
         return trace_attention(
             DENSE, window_size, given, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks,
             out=out, softmax_scale=softmax_scale, score=score, mask=mask, schedule=schedule,
             plan=plan, rng_state=rng_state,
         )  # fmt: skip
-    tensors = q, k, v, alibi_slopes, sinks
+    tensors = q, k, v, alibi_slopes, sinks, *descales
     try:
         has_gradient = wants_gradient(q, k, v, sinks)
     except AttributeError:
@@ -287,9 +297,11 @@ def flash_attn_func(
     dropout = dropout_of(dropout_p, rng_state, q)
     call = dense_call(tensors, checked, schedule, plan)
     scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
-    if assertions.ASSERTIONS and not options.softcap:
+    if assertions.ASSERTIONS and not options.softcap and call.scales is None:
         assertions.check_scores(q, k, scale)
     if has_gradient:
+        if call.scales is not None:
+            raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
         check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
         num_sms = 0 if call.plan is None else call.plan.gpu.num_sms
         backward = BackwardCall(call.problem, None, scale, deterministic, num_sms)
@@ -297,27 +309,31 @@ def flash_attn_func(
         differentiable = DifferentiableCall(attend, backward, NO_LENGTHS, dropout, returns_lse)
         return attend_differentiably(differentiable, q, k, v, *(read or ()))
     if out is not None:
-        names = "q", "k", "v", "alibi_slopes", "sinks", *function_names(options)
-        others = q, k, v, alibi_slopes, sinks, *function_tensors
+        names = *TENSORS_OF_DENSE, *function_names(options)
+        others = *tensors, *function_tensors
         check_out(out, call.output.shape, q, names, others)
-    out, lse = call.attend(q, k, v, read, out, returns_lse, scale, dropout)
+    out, lse = call.attend(q, k, v, read, out, returns_lse, scale, dropout, descales)
     return (out, lse) if returns_lse else out
 
 
-DENSE_ALIGNMENTS = (ALIGNMENT,) * 3 + (1, 1)
+DENSE_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 5
 DENSE_WITH_GRADIENT = 0, 1, 2, 4
-"""Of q, k, v, alibi_slopes and sinks: bytes to align to, and which may require grad."""
+"""Of the `TENSORS_OF_DENSE`: bytes to align to, and which may require grad."""
 
 
 def describe_dense(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Description | None, ...]:
-    """Describe q, k, v, alibi_slopes and sinks."""
-    q, k, v, slopes, sinks = tensors
+    """Describe q, k, v, alibi_slopes, sinks and, if there are any, descales."""
+    q, k, v, slopes, sinks, *descales = tensors
     return (
         describe("q", q, ALIGNMENT, True),
         describe("k", k, ALIGNMENT, True),
         describe("v", v, ALIGNMENT, True),
         None if slopes is None else describe_modifier("alibi_slopes", slopes),
         None if sinks is None else describe_modifier("sinks", sinks, True),
+        *(
+            None if scale is None else describe(name, scale, 1)
+            for name, scale in zip(DESCALE_NAMES, descales, strict=False)
+        ),
     )
 
 
@@ -346,7 +362,7 @@ def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_forward(
-    described: tuple[Description | None, ...],  # q, k, v, alibi_slopes and sinks
+    described: tuple[Description | None, ...],  # the `TENSORS_OF_DENSE`
     options: Options,
     schedule: ScheduleChoice,
     given_plan: Plan | None,
@@ -383,9 +399,12 @@ def prepare_forward(
     if isinstance(plan, GroupedPlan):
         grouped = PreparedDecode.of(plan.decode, on_gpu)
         return PreparedCall(None, *shapes, problem=problem, grouped=grouped)
+    prepared = PreparedCall(plan, *shapes, problem=problem)
     if on_gpu:
-        return PreparedCall.on_gpu(plan, q.device, *shapes)
-    return PreparedCall(plan, *shapes, problem=problem)
+        prepared = PreparedCall.on_gpu(plan, q.device, *shapes)
+    if not call.is_fp8:
+        return prepared
+    return replace(prepared, scales=Scales.on(q.device, (call.batch, call.heads_kv), True))
 
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:

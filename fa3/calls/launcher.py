@@ -25,8 +25,8 @@ TENSORS_AND_SCALE = slice(*slots(ForwardArguments, "q", "window_left"))
 PARTS = slice(*slots(ForwardArguments, "part_buffer", "marks"))
 """Memory, counters and number of the parts of tiles."""
 
-TABLES_AND_DROPOUT = slice(*slots(ForwardArguments, "table", "online_max"))
-"""table, page_table, overlaps_decode and dropout."""
+LAST = slice(*slots(ForwardArguments, "table", "online_max"))
+"""table, page_table, overlaps_decode, dropout and descales."""
 
 NUM_CLUSTERS, SCHEDULE_STATE, MARKS, ONLINE_MAX = slots(
     ForwardArguments, "num_clusters", "schedule_state", "marks", "online_max"
@@ -120,6 +120,7 @@ def run_tiles(
     table_launch: tuple[Callable, list] | None = None,
     start_decode: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     recompute_tensors: tuple | None = None,
+    descales: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """Launch the forward kernel and recompute.
 
@@ -131,6 +132,7 @@ def run_tiles(
         start_decode: launches the decode kernel, given the table; returns what merges its parts
             when both kernels have ended.
         recompute_tensors: of recompute, where they differ.
+        descales: of FP8 tensors.
     """
     num_clusters, num_recompute, num_marks, num_counters, parts, table, page_table = tiles
     marks = counted = part_counters = merge = overlaps = None
@@ -160,7 +162,7 @@ def run_tiles(
         arguments[PARTS] = parts.arguments(tensors[0], part_counters)
     # A kernel that could mark rows wants a tensor also where none is marked.
     arguments[MARKS] = state if template[ONLINE_MAX] else marks
-    arguments[TABLES_AND_DROPOUT] = table, page_table, overlaps, dropout
+    arguments[LAST] = table, page_table, overlaps, dropout, descales
     kernel(*arguments)
     if merge is not None:
         merge()
@@ -172,7 +174,8 @@ def run_tiles(
         arguments[TENSORS_AND_SCALE] = tensors if recompute_tensors is None else recompute_tensors
         arguments[NUM_CLUSTERS] = num_recompute
         arguments[SCHEDULE_STATE] = marks
-        arguments[TABLES_AND_DROPOUT] = table, page_table, None if table is None else 0, dropout
+        overlaps = None if table is None else 0
+        arguments[LAST] = table, page_table, overlaps, dropout, None
         kernel(*arguments)
         counters.give_back(marks)
     if part_counters is not None:

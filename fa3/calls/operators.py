@@ -420,7 +420,7 @@ def gradients_of_call(
         problem = checked_problem(described, asked, DENSE)
     else:
         longest = max_seqlen_q, max_seqlen_k
-        tensors = packed_tensors(q, k, v, *lengths, slopes, sinks)
+        tensors = packed_tensors(q, k, v, *lengths, slopes, sinks, *[None] * 3)
         described = describe_tensors(PACKED, tensors)
         totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
         problem = checked_problem(without_lengths(described), asked, PACKED)
@@ -464,6 +464,12 @@ ALWAYS_NONE = {
     CACHED: ("cu_seqlens_q", "rotary_seqlens"),
 }
 """Arguments of functions that no operator takes."""
+
+
+def check_traceable(q: torch.Tensor, descales: tuple[torch.Tensor | None, ...]) -> None:
+    """Raise unless a call can be traced by torch.compile."""
+    if q.dtype == FP8_DTYPE or descales != (None, None, None):
+        raise NotImplementedError(f"q must be in 16 bits while a graph is traced, got {q.dtype}")
 
 
 def trace_attention(

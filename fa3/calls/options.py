@@ -72,8 +72,7 @@ class Function(NamedTuple):
     note: str = ""  # what is added to a complaint about `causal`
 
 
-DESCALES = "q_descale", "k_descale", "v_descale"
-UNSUPPORTED = "qv", *DESCALES  # what must be None where a function hands it over
+UNSUPPORTED = ("qv",)  # what must be None where a function hands it over
 
 PACKING = "pack_gqa", "shares_heads"
 """Of calls where pack_gqa is not the caller's choice; with it, whether query heads share a
@@ -86,8 +85,8 @@ OF_CACHE = (
     *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "qv", *PACKING,
 )  # fmt: skip
 OPTIONS_OF_KINDS = {
-    DENSE: Function((*OF_TRAINING, "pack_gqa", *UNSUPPORTED), False, None, FROM_FLASH_ATTENTION_2),
-    PACKED: Function((*OF_PAGES, *DESCALES), False, False, VARLEN_FROM_FLASH_ATTENTION_2),
+    DENSE: Function((*OF_TRAINING, "pack_gqa", "qv"), False, None, FROM_FLASH_ATTENTION_2),
+    PACKED: Function(OF_PAGES, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
     PAGED: Function(OF_PAGES, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
     CACHED: Function(OF_CACHE, True, True),
 }
@@ -348,9 +347,9 @@ def reject_unsupported(
         )
     for name, value in given.items():
         if value is not None:
-            is_scale = name.endswith("_descale")
-            complaint = "only FP8 tensors need it" if is_scale else "it is not supported"
-            raise NotImplementedError(f"{name} must be None, got {shown(value)}: {complaint}")
+            raise NotImplementedError(
+                f"{name} must be None, got {shown(value)}: it is not supported"
+            )
 
 
 def share_heads(q: object, k: object) -> bool:

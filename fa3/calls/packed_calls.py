@@ -99,6 +99,7 @@ class PreparedVarlen:
         page_table: torch.Tensor | None = None,  # the pages of a cache that has some
         dropout: DropoutArguments | None = None,  # where the plan's spec has it
         splits: bool = False,  # whether the GPU splits tiles
+        descales: tuple[torch.Tensor, ...] | None = None,  # of FP8 tensors
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, *integers = operands
@@ -133,7 +134,10 @@ class PreparedVarlen:
         )
         tensors = q, k, v, out, lse_address(lse), modifiers, scale
         table_launch = kernel, arguments
-        run_tiles(launches, tiles, tensors, state, place, dropout, table_launch, start_decode)
+        run_tiles(
+            launches, tiles, tensors, state, place, dropout, table_launch, start_decode,
+            descales=descales,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,7 @@ class PackedCall:
         # bits do not depend on other sequences.
         has_gradients: bool = False,
         tables: CacheTables = NO_TABLES,  # where sequences are in a cache
+        descales: tuple[torch.Tensor, ...] | None = None,  # of packed keys in FP8
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used."""
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
@@ -250,7 +255,9 @@ class PackedCall:
             sinks = tensors[-1] if signature.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
         elif route.name != SHARED:
-            self.attend_one_by_one(operands, sizes, route, tensors, scale, dropout, tables)
+            self.attend_one_by_one(
+                operands, sizes, route, tensors, scale, dropout, tables, descales
+            )
         elif self.shared is None:
             execute_joined(signature.plan, signature.window, operands, scale, tensors)
         else:
@@ -265,6 +272,7 @@ class PackedCall:
         scale: float,
         dropout: Dropout | None,
         tables: CacheTables,
+        descales: tuple[torch.Tensor, ...] | None,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
         kernel."""
@@ -282,12 +290,12 @@ class PackedCall:
         if has_long and not on_gpu:
             plan, window = self.signature.plan, self.signature.window
             pages = tables.page_table
-            execute_varlen(plan, window, operands, scale, tensors, dropout, most, pages)
+            execute_varlen(plan, window, operands, scale, tensors, dropout, most, pages, descales)
         elif has_long:
             drawn = None if dropout is None else dropout.arguments
             with_device(
                 operands.q.device, self.alone.launch, operands, sizes, tensors, scale, most, start,
-                tables.page_table, drawn, route.splits_on_gpu,
+                tables.page_table, drawn, route.splits_on_gpu, descales,
             )  # fmt: skip
 
 

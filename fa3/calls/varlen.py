@@ -19,6 +19,7 @@ from fa3.calls.autograd import (
 )
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
+    DESCALE_NAMES,
     LENGTHS_OF_PACKED,
     PACKED_ALIGNMENTS,
     AttentionCall,
@@ -38,7 +39,7 @@ from fa3.calls.eager import is_traced
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
 from fa3.calls.operands import check_out, used_queries
-from fa3.calls.operators import trace_attention
+from fa3.calls.operators import check_traceable, trace_attention
 from fa3.calls.options import (
     PACKED,
     PAGED,
@@ -53,6 +54,7 @@ from fa3.calls.options import (
     share_heads,
 )
 from fa3.calls.packed_calls import PackedCall
+from fa3.calls.scales import Scales
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import check_lengths
 from fa3.complaints import kind_of
@@ -197,9 +199,11 @@ def flash_attn_varlen_func(
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
         deterministic, dropout_p, return_softmax_lse, qv, pack_gqa,
-        pack_gqa is None or share_heads(q, k), *(descales if kind == PACKED else ()),
+        pack_gqa is None or share_heads(q, k),
     )  # fmt: skip
     if is_traced(q):
+        if kind == PACKED:
+            check_traceable(q, descales)
         return trace_attention(
             kind, window_size, given, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -224,14 +228,15 @@ def flash_attn_varlen_func(
             None, seqused_q, None, *descales, alibi_slopes, sinks, out,
         )  # fmt: skip
         return attend_to_cache(tensors, checked, softmax_scale, None, function_tensors)
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = q, k, v, *lengths, alibi_slopes, sinks, *descales
     return attend_packed_call(
         tensors, function_tensors, out, checked, longest, softmax_scale, rng_state
     )
 
 
 def attend_packed_call(
-    # Q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks.
+    # Q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes, sinks and descales.
     tensors: tuple[torch.Tensor | None, ...],
     function_tensors: tuple[torch.Tensor, ...],  # of the user's score and mask
     out: torch.Tensor | None,
@@ -241,11 +246,11 @@ def attend_packed_call(
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What `flash_attn_varlen_func` gives for packed keys."""
-    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks = tensors
+    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks, *descales = tensors
     integers = ends_q, ends_k, used_q, used_k
     options, returns_lse, deterministic, dropout_p, latest = checked
     call, _ = latest.find(tensors)
-    if call is None or not are_of_batch(integers, slopes, batch := ends_q.shape[0] - 1):
+    if call is None or not are_of_batch(integers, slopes, batch := ends_q.shape[0] - 1, *descales):
         call, batch = describe_packed(tensors, checked)
     totals = check_totals(q.shape, k.shape, v.shape, batch)
     dropout = dropout_of(dropout_p, rng_state, q)
@@ -254,15 +259,21 @@ def attend_packed_call(
         options.metadata.check(batch=batch)
     if is_visible(ends_q):
         check_lengths(integers, totals, longest)
-        if assertions.ASSERTIONS and batch and not options.softcap:
+        is_checked = not (options.softcap or call.signature.spec.is_fp8)
+        if assertions.ASSERTIONS and batch and is_checked:
             used = used_queries(totals[0], ends_q, used_q), used_queries(totals[1], ends_k, used_k)
             assertions.check_scores(q, k, scale, used)
     (total_q, total_k), (longest_q, longest_k) = totals, longest
     longest = longest_q, longest_k = min(longest_q, total_q), min(longest_k, total_k)
     sizes = PackedSizes(batch, q.shape[1], total_q, total_k, longest_q, longest_k)
-    run = call, integers, sizes, scale, dropout
+    scales = None
+    if call.signature.spec.is_fp8:
+        scales = Scales.on(q.device, (batch, k.shape[1]), True).of(*descales)
+    run = call, integers, sizes, scale, dropout, scales
     read = modifier_tensors(slopes, function_tensors, sinks)
     if wants_gradient(q, k, v, sinks):
+        if scales is not None:
+            raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
         scores = None if options.functions is None else options.functions.scores or None
         check_differentiable(q, k, v, sinks, scores, out)
         spec, window, gpu = call.signature.spec, call.signature.window, call.signature.gpu
@@ -271,8 +282,8 @@ def attend_packed_call(
         differentiable = DifferentiableCall(attend, backward, integers, dropout, returns_lse)
         return attend_differentiably(differentiable, q, k, v, *(read or ()))
     if out is not None:
-        names = ("q", "k", "v", *LENGTHS_OF_PACKED, "alibi_slopes", "sinks")
-        others = q, k, v, *integers, slopes, sinks, *function_tensors
+        names = ("q", "k", "v", *LENGTHS_OF_PACKED, "alibi_slopes", "sinks", *DESCALE_NAMES)
+        others = *tensors, *function_tensors
         shape = *q.shape[:2], call.signature.spec.head_dim_v
         check_out(out, shape, q, (*names, *function_names(options)), others)
     out, lse = attend_packed(run, q, k, v, read, out, returns_lse, False)
@@ -294,9 +305,12 @@ def describe_packed(
     return call, batch
 
 
-PackedRun = tuple[PackedCall, Integers, PackedSizes, float, Dropout | None]
+PackedRun = tuple[
+    PackedCall, Integers, PackedSizes, float, Dropout | None, tuple[torch.Tensor, ...] | None
+]
 """A call without the tensors that may have a gradient: what it leads to, the `PackedLengths`, the
-sizes, the scale and dropout. A plain tuple: another one takes the host 0.3 us."""
+sizes, the scale, dropout and the scales of FP8 tensors. A plain tuple: another one takes the host
+0.3 us."""
 
 
 def attend_packed(
@@ -310,15 +324,16 @@ def attend_packed(
     has_gradients: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
-    call, lengths, sizes, scale, dropout = run
+    call, lengths, sizes, scale, dropout, scales = run
     total_q, heads = sizes.total_q, sizes.heads
     if out is None:
         # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
-        out = q.new_empty(total_q, heads, call.signature.spec.head_dim_v)
+        dtype = q.dtype if scales is None else torch.bfloat16
+        out = q.new_empty(total_q, heads, call.signature.spec.head_dim_v, dtype=dtype)
     lse = q.new_empty(heads, total_q, dtype=torch.float32) if returns_lse else None
     # In half the time that the class itself takes.
     operands = tuple.__new__(RaggedOperands, (q, k, v, out, lse, *lengths))
-    call.attend(operands, sizes, tensors, scale, dropout, has_gradients)
+    call.attend(operands, sizes, tensors, scale, dropout, has_gradients, descales=scales)
     return out, lse
 
 

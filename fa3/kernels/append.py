@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
+from fa3.problem import FP8
 from fa3.schedules.sequences import capacity_of
 
 THREADS = 256
@@ -300,7 +301,7 @@ class Append:
 
     @property
     def cache_dtype(self) -> str:
-        return arguments.FP8 if self.fp8 else self.dtype
+        return FP8 if self.fp8 else self.dtype
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""

@@ -20,6 +20,11 @@ class AttentionKernel:
         return ELEMENT_TYPES[self.spec.dtype]
 
     @property
+    def out_type(self):
+        """Element type of O."""
+        return ELEMENT_TYPES[self.spec.out_dtype]
+
+    @property
     def columns(self) -> int:
         """Columns of Q and K in shared memory."""
         return padded(self.spec.head_dim)

@@ -7,10 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from fa3.primitives import arguments
-from fa3.primitives.arguments import FP8
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import AttentionSpec
+from fa3.problem import FP8, AttentionSpec
 
 FP8_BYTES = 1  # bytes of an element of an FP8 cache
 

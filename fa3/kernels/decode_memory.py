@@ -14,7 +14,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.decode_launch import DecodeConfig
-from fa3.primitives.arguments import ELEMENT_TYPES, FP8
+from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline
 from fa3.primitives.fp8_blocks import CONVERTED, ConvertedPipeline
@@ -24,7 +24,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
-from fa3.problem import AttentionSpec
+from fa3.problem import FP8, AttentionSpec
 from fa3.schedules.stream_k import CtaGroups, StreamK
 
 CONSUMER_BARRIER = 1

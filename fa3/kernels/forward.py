@@ -28,7 +28,7 @@ Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -36,13 +36,15 @@ from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.kernels.forward_epilogue import ForwardEpilogue, ForwardOperands, TileContext
-from fa3.kernels.forward_launch import (
-    BOUNDED,
-    OTHER_REGISTERS,
-    ForwardArguments,
-    ForwardConfig,
+from fa3.kernels.forward_epilogue import (
+    ForwardBuffers,
+    ForwardEpilogue,
+    ForwardOperands,
+    ForwardPipelines,
+    SmemLayouts,
+    TileContext,
 )
+from fa3.kernels.forward_launch import BOUNDED, OTHER_REGISTERS, ForwardArguments, ForwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
@@ -50,6 +52,8 @@ from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBloc
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TileDropout
+from fa3.primitives.fp8_blocks import ConvertedPipeline
+from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Attention, Fp8Mmas, ValueTransposer
 from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
@@ -58,8 +62,8 @@ from fa3.primitives.rows_of_sequence import ragged_tma_view
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, RowMax
 from fa3.primitives.tma import TmaTensor, tile_loader
-from fa3.primitives.turns import PingPong
-from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
+from fa3.primitives.turns import NoPingPong, PingPong
+from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.joined import MultiSequenceOrder, MultiSequenceTiles
@@ -82,49 +86,19 @@ def is_packed(tensor: cute.Tensor) -> bool:
     return cute.rank(tensor) == PACKED_RANK
 
 
-class SmemLayouts(NamedTuple):
-    """Swizzled layouts (rows, columns, count): Q and O count slabs of 64 rows, K and V stages."""
-
-    q: cute.ComposedLayout
-    k: cute.ComposedLayout
-    v: cute.ComposedLayout
-    o: cute.ComposedLayout
-
-
-class ForwardBuffers(NamedTuple):
-    """The buffers in shared memory, with the layouts of `SmemLayouts`."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-
-
-class ForwardPipelines(NamedTuple):
-    """The mbarrier pipelines from the producer to the consumers."""
-
-    q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-
-
 @dataclass(frozen=True)
 class Forward(ForwardEpilogue):
     """The forward kernel, compiled for one (spec, config, schedule type).
-
-    With `is_recorded` it is the instrumented kernel, which records when it worked on which tile.
-
-    Fields:
-        cache: where packed queries find their keys; None if k and v are packed too, or dense.
-        has_online_and_fixed: whether a launch says if the softmax is online or has a fixed row max,
-            as in the config: the consumers have the code of both, one after the other.
-    """
+    With `is_recorded` it is the instrumented kernel, which records when it worked on which tile."""
 
     spec: AttentionSpec
     config: ForwardConfig
     schedule_type: type
     is_recorded: bool = False
+    # Where packed queries find their keys; None if k and v are packed too, or dense.
     cache: CacheLayout | None = None
+    # Whether a launch says if the softmax is online or has a fixed row max, as in the config: the
+    # consumers have the code of both, one after the other.
     has_online_and_fixed: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
@@ -168,13 +142,16 @@ class Forward(ForwardEpilogue):
         lse = RowLse.at(call.lse, (self.batch(call), heads_q, rows_q))
         row_store = None
         if cutlass.const_expr(
-            self.is_recompute or self.packs_sequences or self.schedule_type.splits
+            self.is_recompute
+            or self.packs_sequences
+            or self.schedule_type.splits
+            or self.stores_rows
         ):
             row_store = RowStore(self.dense_view(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
         if cutlass.const_expr(self.cache is None):
             k = TmaTensor.of(load_kv, k, layouts.k, config.cluster)
-            v = TmaTensor.of(load_kv, v, layouts.v, config.cluster)
+            v = TmaTensor.of(load_kv, v, layouts.loaded, config.cluster)
         else:
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)
@@ -192,6 +169,7 @@ class Forward(ForwardEpilogue):
             Recorder(call.recording) if self.is_recorded else NoRecorder(),
             call.page_table,
             None if call.dropout is None else DropoutArguments(*call.dropout),
+            call.descales,
         )
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
@@ -209,7 +187,8 @@ class Forward(ForwardEpilogue):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        of_consumers = REGISTERS if self.cache is None else REGISTERS_OF_PAGES
+        is_plain = self.cache is None and not self.spec.is_fp8
+        of_consumers = REGISTERS if is_plain else REGISTERS_OF_PAGES
         return of_consumers[self.config.consumers]
 
     @property
@@ -294,11 +273,16 @@ class Forward(ForwardEpilogue):
         shape_kv = (ROWS, config.tile_n, self.columns_v)
         row_major = LayoutEnum.ROW_MAJOR
         slabs = config.consumers * config.q_stages
+        v = loaded = sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages)
+        if self.spec.is_fp8:
+            shape_vt = (ROWS, self.columns_v, config.tile_n)
+            v = sm90.make_smem_layout_b(row_major, shape_vt, self.dtype, config.v_stages)
         return SmemLayouts(
             sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, slabs),
             sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
-            sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages),
-            sm90.make_smem_layout_a(row_major, shape_kv, self.dtype, config.consumers),
+            v,
+            sm90.make_smem_layout_a(row_major, shape_kv, self.out_type, config.consumers),
+            loaded,
         )
 
     @cute.kernel
@@ -330,6 +314,9 @@ class Forward(ForwardEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
+            if cutlass.const_expr(self.spec.is_fp8):  # noqa: SIM102, joined both would be traced
+                if warp_idx >= WARPS - TRANSPOSERS:
+                    self.transpose(operands, smem, pipelines, sequences, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             given = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
@@ -353,27 +340,38 @@ class Forward(ForwardEpilogue):
         class Storage:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.v_stages]
             schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
             o: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(layouts.o) if config.own_o else 0],
+                cute.struct.MemRange[self.out_type, cute.cosize(layouts.o) if config.own_o else 0],
                 1024,
+            ]
+            loaded: cute.struct.Align[
+                cute.struct.MemRange[
+                    self.dtype, cute.cosize(layouts.loaded) if self.spec.is_fp8 else 0
+                ],
+                1024,
+            ]
+            barriers_loaded: cute.struct.MemRange[
+                cutlass.Int64, 2 * config.kv_stages if self.spec.is_fp8 else 0
             ]
 
         storage = SmemAllocator().allocate(Storage)
         o = storage.o if config.own_o else storage.q
-        smem = ForwardBuffers(
-            *(
-                field.get_tensor(layout.outer, swizzle=layout.inner)
-                for field, layout in zip((storage.q, storage.k, storage.v, o), layouts, strict=True)
-            )
+        q, k, v, o = (
+            field.get_tensor(layout.outer, swizzle=layout.inner)
+            for field, layout in zip((storage.q, storage.k, storage.v, o), layouts[:4], strict=True)
         )
+        loaded, layout = v, layouts.loaded
+        if cutlass.const_expr(self.spec.is_fp8):
+            loaded = storage.loaded.get_tensor(layout.outer, swizzle=layout.inner)
+        smem = ForwardBuffers(q, k, v, o, loaded)
         warps = 4 * config.consumers
 
-        def tma_pipeline(barriers, stages: int, layout, copies: int, peers: int):
+        def tma_pipeline(barriers, stages: int, layout, copies: int, peers: int, warps=warps):
             stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
@@ -386,12 +384,19 @@ class Forward(ForwardEpilogue):
                 defer_sync=True,
             )
 
-        pipelines = ForwardPipelines(
-            tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, config.consumers, 1),
-            tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster),
-            tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster),
-        )
-        schedule = schedule.connected(storage.schedule.data_ptr(), warps)
+        of_q = tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, config.consumers, 1)
+        of_k = tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster)
+        of_keys = config.kv_stages, layouts.loaded, 1, config.cluster
+        if cutlass.const_expr(self.spec.is_fp8):
+            loading = tma_pipeline(storage.barriers_loaded, *of_keys, warps=TRANSPOSERS)
+            of_v = ConvertedPipeline.create(
+                storage.barriers_v, self.v_stages, TRANSPOSERS, consumers=warps
+            )
+        else:
+            of_v = loading = tma_pipeline(storage.barriers_v, *of_keys)
+        pipelines = ForwardPipelines(of_q, of_k, of_v, loading)
+        readers = warps + TRANSPOSERS if self.spec.is_fp8 else warps
+        schedule = schedule.connected(storage.schedule.data_ptr(), readers)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -400,9 +405,14 @@ class Forward(ForwardEpilogue):
             cute.arch.sync_threads()
         return smem, pipelines, schedule
 
-    def pipeline_states(self, user: pipeline.PipelineUserType):
+    @property
+    def v_stages(self) -> int:
+        """Stages of V for the consumers."""
+        return self.config.v_stages or self.config.kv_stages
+
+    def pipeline_states(self, user: pipeline.PipelineUserType, v_stages: int):
         """Initial pipeline states of a producer or a consumer, for Q, K and V."""
-        stages = (self.config.q_stages, self.config.kv_stages, self.config.kv_stages)
+        stages = (self.config.q_stages, self.config.kv_stages, v_stages)
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def cluster_rank(self):
@@ -442,7 +452,8 @@ class Forward(ForwardEpilogue):
         config = self.config
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
-        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        states = self.pipeline_states(pipeline.PipelineUserType.Producer, config.kv_stages)
+        q_state, k_state, v_state = states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -457,7 +468,7 @@ class Forward(ForwardEpilogue):
             )  # fmt: skip
             if cutlass.const_expr(self.cache is None):
                 load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
-                load_v = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)
+                load_v = tile_loader(operands.v, smem.loaded, pipelines.loaded, *of_keys)
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             else:
                 first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
@@ -473,7 +484,38 @@ class Forward(ForwardEpilogue):
         if cutlass.const_expr(config.cluster > 1):
             # The peer arrives on this CTA's mbarriers when it releases blocks: stay until then.
             pipelines.k.producer_tail(k_state)
-            pipelines.v.producer_tail(v_state)
+            pipelines.loaded.producer_tail(v_state)
+
+    @cute.jit
+    def transpose(
+        self,
+        operands: ForwardOperands,
+        smem: ForwardBuffers,
+        pipelines: ForwardPipelines,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Transpose V of every tile, block by block, in the consumers' order."""
+        _, mask, _ = bind(self.spec, operands.modifiers)
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - TRANSPOSERS)
+        transposer = ValueTransposer(
+            smem.loaded, smem.v, pipelines.loaded, pipelines.v, warp, thread % WARP
+        )
+        from_state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, self.config.kv_stages
+        )
+        to_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.v_stages)
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            tile = self.tile_of(segment, self.cluster_rank())
+            sequence = sequences.sequence(segment)
+            blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
+            for _ in cutlass.range(blocks.end - blocks.begin, unroll=1):
+                from_state, to_state = transposer.transpose(from_state, to_state)
+            cursor = schedule.next(cursor)
 
     def stream_of_cache(
         self,
@@ -516,12 +558,12 @@ class Forward(ForwardEpilogue):
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
-        mmas = Mmas.of(self.dtype, config.tile_n, self.columns_v)
+        mmas, turns = self.mmas_and_turns(group)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
-        turns = PingPong(FIRST_TURN_BARRIER, config.consumers, group)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
-        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        states = self.pipeline_states(pipeline.PipelineUserType.Consumer, self.v_stages)
+        q_state, k_state, v_state = states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -531,9 +573,9 @@ class Forward(ForwardEpilogue):
             slab = tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
             sequence = sequences.sequence(segment)
-            rules = ScorePipeline.of(
-                scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
-            )
+            scale, scale_v = self.scales(operands, tile, softmax_scale)
+            shown = mask.at(tile.batch, tile.head)
+            rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
             own = self.own_blocks(rules.mask, blocks, slab * ROWS, sequence)
             reference = self.reference(rules.bound)
@@ -543,9 +585,8 @@ class Forward(ForwardEpilogue):
             dropout = None
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
-            attention = Attention(
-                mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns, dropout
-            )
+            given = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns, dropout, scale_v
+            attention = (Fp8Attention.of if self.spec.is_fp8 else Attention)(*given)
 
             k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
             k_state = attention.first(own.end - 1, k_state)
@@ -553,7 +594,7 @@ class Forward(ForwardEpilogue):
                 self.clear_past_end(attention, smem.v, own.end - 1, v_state, thread, out)
             started = recorder.now()
             k_state, v_state = attention.rest(own, k_state, v_state)
-            if cutlass.const_expr(config.own_o):
+            if cutlass.const_expr(config.own_o or self.stores_rows):
                 pipelines.q.consumer_release(q_state)
             if cutlass.const_expr(self.schedule_type.splits):
                 warp = self.warp_of_cluster(rank, thread_idx)
@@ -591,12 +632,28 @@ class Forward(ForwardEpilogue):
                 if cutlass.const_expr(config.fixed_reference):
                     self.mark(operands, attention, work, thread_idx, of_rows)
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
-            if cutlass.const_expr(not config.own_o):
+            if cutlass.const_expr(not (config.own_o or self.stores_rows)):
                 out.wait()
                 pipelines.q.consumer_release(q_state)
             q_state.advance()
         turns.finish()
         out.wait()
+
+    def mmas_and_turns(self, group) -> tuple:
+        """The WGMMAs, and when a warpgroup may issue them; in FP8 turns cost up to 6%."""
+        tile_n = self.config.tile_n
+        if self.spec.is_fp8:
+            return Fp8Mmas.of(tile_n, self.columns_v), NoPingPong()
+        turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
+        return Mmas.of(self.dtype, tile_n, self.columns_v), turns
+
+    def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:
+        """The scale of a tile's scores, and of its values; None for 1."""
+        if not self.spec.is_fp8:
+            return softmax_scale, None
+        head_kv = operands.heads_of_key.quotient(tile.head)
+        scale_k, scale_v, scale_q = (one[tile.batch, head_kv] for one in operands.descales)
+        return softmax_scale * scale_q * scale_k, scale_v
 
     @property
     def skips_before_next(self) -> bool:
@@ -606,6 +663,8 @@ class Forward(ForwardEpilogue):
 
     def reference(self, bound: float) -> RowMax:
         """The softmax's reference for scores whose natural logits are at most `bound`."""
+        if self.spec.is_fp8:
+            return RowMax.EXACT
         if bound * LOG2_E <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
             return RowMax.ZERO
         return RowMax.FIXED if self.config.fixed_reference else RowMax.ONLINE

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, pipeline
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.forward_launch import ForwardConfig
@@ -15,6 +15,7 @@ from fa3.primitives.attention import Attention
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments
+from fa3.primitives.fp8_blocks import ConvertedPipeline
 from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
@@ -27,48 +28,66 @@ from fa3.scores.scores import ScorePipeline
 
 
 class ForwardOperands(NamedTuple):
-    """The global tensors.
+    """The global tensors."""
 
-    Fields:
-        q, k, v, o: (seqlen, head_dim, heads, batch); k and v of a cache with pages are
-            (page_size, head_dim, heads, pages).
-        lse: of (batch, heads, seqlen_q).
-        heads_of_key: query heads that share one key/value head.
-        modifiers: the tensors of the spec's scores, mask and sinks.
-        rows: writes single rows of O; None if only whole tiles are written.
-        parts: merges split tiles; None if no tile is split.
-        marks: rows that a first launch marks and a second computes again; None without a second.
-        recorder: records the times of every tile in an instrumented kernel.
-        page_table: (batch, pages) int32, the page numbers of a sequence; None without pages.
-        dropout: None without.
-    """
-
+    # q, k, v, o: (seqlen, head_dim, heads, batch); k and v of a cache with pages are (page_size,
+    # head_dim, heads, pages).
     q: TmaTensor
     k: TmaTensor
     v: TmaTensor
     o: TmaTensor
-    lse: RowLse
-    heads_of_key: Divisor
-    modifiers: tuple | None
-    rows: RowStore | None
-    parts: PartMerge | None
+    lse: RowLse  # of (batch, heads, seqlen_q)
+    heads_of_key: Divisor  # query heads that share one key/value head
+    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
+    rows: RowStore | None  # writes single rows of O; None if only whole tiles are written
+    parts: PartMerge | None  # merges split tiles; None if no tile is split
+    # Rows that a first launch marks and a second computes again; None without a second.
     marks: RecomputeMask | None
-    recorder: Recorder | NoRecorder
+    recorder: Recorder | NoRecorder  # records the times of every tile in an instrumented kernel
+    # (batch, pages) int32, the page numbers of a sequence; None without pages.
     page_table: cute.Tensor | None
-    dropout: DropoutArguments | None
+    dropout: DropoutArguments | None  # None without
+    descales: tuple | None  # see `ForwardArguments`
+
+
+class SmemLayouts(NamedTuple):
+    """Swizzled layouts (rows, columns, count): Q and O count slabs of 64 rows, K and V stages.
+    v is V as the consumers read it, which in FP8 is V^T; `loaded` is V as the producer loads it."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    o: cute.ComposedLayout
+    loaded: cute.ComposedLayout
+
+
+class ForwardBuffers(NamedTuple):
+    """The buffers in shared memory, with the layouts of `SmemLayouts`."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    loaded: cute.Tensor
+
+
+class ForwardPipelines(NamedTuple):
+    """The mbarrier pipelines from the producer to the consumers."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync | ConvertedPipeline
+    # What the producer loads V into: from it to the warps that transpose V, if there are any, else
+    # v.
+    loaded: pipeline.PipelineTmaAsync
 
 
 class TileContext(NamedTuple):
-    """What a CTA works on.
-
-    Fields:
-        segment: what its cluster works on.
-        tile: the CTA's own tile.
-    """
+    """What a CTA works on."""
 
     sequences: Dense | Ragged | MultiSequence
-    segment: Segment
-    tile: Tile
+    segment: Segment  # what its cluster works on
+    tile: Tile  # the CTA's own tile
 
 
 class ForwardEpilogue(AttentionKernel):
@@ -104,6 +123,27 @@ class ForwardEpilogue(AttentionKernel):
         slab,
     ):
         """Divide O by the row sums; write O and the log-sum-exps to global memory."""
+        if cutlass.const_expr(self.stores_rows):
+            self.finish_rows(operands, attention, sinks, work, lambda r: True)
+        else:
+            self.finish_slab(operands, attention, out, sinks, work, slab)
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether each thread stores its rows of O, since shared memory has no room for them."""
+        return self.spec.is_fp8 and not self.config.own_o
+
+    @cute.jit
+    def finish_slab(
+        self,
+        operands: ForwardOperands,
+        attention: Attention,
+        out: SlabStore,
+        sinks: tuple | None,
+        work: TileContext,
+        slab,
+    ):
+        """Finish 64 rows through shared memory."""
         sequences, segment, tile = work
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
         lse = attention.finish(sinks)
@@ -173,13 +213,9 @@ class ForwardEpilogue(AttentionKernel):
         attention: Attention,
         sinks: tuple | None,
         work: TileContext,
-        is_wanted: cutlass.Constexpr,
+        is_wanted: cutlass.Constexpr,  # (r) -> whether this thread's row r is to be written
     ):
-        """Finish a tile some of whose rows are to stay as they are.
-
-        Args:
-            is_wanted: (r) -> whether this thread's row r is to be written.
-        """
+        """Finish a tile some of whose rows are to stay as they are."""
         acc_O, rules = attention.regs.acc_O, attention.rules
         lse = attention.finish(sinks)
         is_written = tuple(

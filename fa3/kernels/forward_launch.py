@@ -9,18 +9,15 @@ from cutlass import Float32, Int32, Int64
 from fa3.complaints import shown
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
+from fa3.primitives.fp8_compute import fragment_registers
 from fa3.primitives.shared_memory import check_fits, padded
-from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
+from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
 
-FEWEST_ROWS = ROWS * min(REGISTERS)
-"""Query rows of a tile, at least."""
-
-OTHER_REGISTERS = 24
-"""Registers that a consumer thread needs besides its fragments of S, P and O."""
-
-DROPOUT_REGISTERS = 8
-"""What of these must be free with dropout."""
+FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
+OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
+DROPOUT_REGISTERS = 8  # what of these must be free with dropout
+FP8_KEYS = 32  # A block has a multiple of so many keys in FP8: what one WGMMA sums over
 
 BOUNDED = 60.0
 """Largest natural logit of bounded scores for which `fixed_reference` takes 0 as the reference.
@@ -45,7 +42,9 @@ class ForwardConfig:
             bounded (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked;
             a second launch with the config `recompute` computes them.
         own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
-            next Q is loaded only after O has been stored.
+            next Q is loaded only after O has been stored; in FP8, each thread stores its rows of O.
+        v_stages: blocks of V^T in shared memory, in FP8: `kv_stages` are blocks of V there. 0 in
+            16 bits.
     """
 
     tile_m: int
@@ -56,6 +55,7 @@ class ForwardConfig:
     own_o: bool = True
     cluster_h: int = 1
     fixed_reference: bool = False
+    v_stages: int = 0
 
     @property
     def cluster(self) -> int:
@@ -73,7 +73,7 @@ class ForwardConfig:
     @property
     def fragment_registers(self) -> int:
         """Registers of a consumer thread for its fragments of S, P and O."""
-        _, registers = REGISTERS[self.consumers]
+        _, registers = (REGISTERS_OF_PAGES if self.v_stages else REGISTERS)[self.consumers]
         return registers - OTHER_REGISTERS
 
     @property
@@ -83,6 +83,8 @@ class ForwardConfig:
 
     def registers(self, spec: AttentionSpec) -> int:
         """Registers that a consumer thread needs for fragments, and for numbers that it draws."""
+        if spec.is_fp8:
+            return fragment_registers(self.tile_n, padded(spec.head_dim_v))
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
 
@@ -91,6 +93,7 @@ class ForwardConfig:
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         q = self.q_stages * self.tile_m * head_dim
         kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
+        kv += self.v_stages * self.tile_n * head_dim_v
         o = self.tile_m * head_dim_v if self.own_o else 0
         element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
         return element * (q + kv) + out * o + 1024
@@ -123,7 +126,11 @@ class ForwardConfig:
             )
         if self.cluster_h > 1 and spec.mask.templates:
             raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
-        if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
+        if spec.is_fp8 != (self.v_stages > 0):
+            raise ValueError(f"v_stages must be 1 or more in FP8, 0 in 16 bits, got {self}")
+        if spec.is_fp8 and self.tile_n % FP8_KEYS:
+            raise ValueError(f"tile_n must be a multiple of {FP8_KEYS} in FP8, got {self.tile_n}")
+        if not (self.own_o or spec.is_fp8) and padded(spec.head_dim) != padded(spec.head_dim_v):
             raise ValueError(
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
                 f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
@@ -143,60 +150,47 @@ class ForwardConfig:
 
 
 class ForwardArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last.
+    """The arguments of a launch, in this order; the stream comes last."""
 
-    Fields:
-        q: (batch, seqlen_q, heads_q, head_dim); packed sequences have no batch, here and below:
-            (total_q, heads_q, head_dim).
-        k: (batch, seqlen_k, heads_kv, head_dim).
-        v: (batch, seqlen_k, heads_kv, head_dim_v).
-        o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
-        lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
-            none. (heads_q, total_q) if packed.
-        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
-        softmax_scale: factor of Q K^T.
-        window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section: of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
-        num_clusters: clusters to launch.
-        schedule_state: int32; the schedule's table, counters or marks.
-        part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
-        part_counters: (slots * warps,) int32, zero.
-        num_slots: parts of all tiles.
-        marks: (`RecomputeMask.size`,) int32, zero; None if no row can be marked, and anything if
-            the launch of a kernel that could mark rows follows the running maximum.
-        recording: int64; None except in an instrumented kernel.
-        table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
-        page_table: (batch, pages) int32, where k and v are a cache with pages: then they are
-            (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
-            without pages.
-        overlaps_decode: 1 if the kernel before is the decode kernel, which takes other sequences of
-            the same call and lets this one overlap it; else 0. None without a table.
-        dropout: see `DropoutArguments`; None without.
-        online_max: whether the softmax is online, 0 or 1, if the kernel has the code of both kinds
-            of row max; else None.
-    """
-
+    # (batch, seqlen_q, heads_q, head_dim); packed sequences have no batch, here and below:
+    # (total_q, heads_q, head_dim).
     q: object
-    k: object
-    v: object
-    o: object
+    k: object  # (batch, seqlen_k, heads_kv, head_dim)
+    v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
+    o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
+    # Address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
+    # (heads_q, total_q) if packed.
     lse: int
-    modifiers: tuple | None
-    softmax_scale: float
+    modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
+    softmax_scale: float  # factor of Q K^T
+    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
-    heads_per_section: int
-    num_clusters: int
-    schedule_state: object = None
+    heads_per_section: int  # of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`
+    num_clusters: int  # clusters to launch
+    schedule_state: object = None  # int32; the schedule's table, counters or marks
+    # (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
     part_buffer: object = None
-    part_counters: object = None
-    num_slots: int = 0
+    part_counters: object = None  # (slots * warps,) int32, zero
+    num_slots: int = 0  # parts of all tiles
+    # (`RecomputeMask.size`,) int32, zero; None if no row can be marked, and anything if the launch
+    # of a kernel that could mark rows follows the running maximum.
     marks: object = None
-    recording: object = None
+    recording: object = None  # int64; None except in an instrumented kernel
+    # Int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
     table: object = None
+    # (batch, pages) int32, where k and v are a cache with pages: then they are (num_pages,
+    # page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache without pages.
     page_table: object = None
+    # 1 if the kernel before is the decode kernel, which takes other sequences of the same call and
+    # lets this one overlap it; else 0. None without a table.
     overlaps_decode: object = None
-    dropout: DropoutArguments | None = None
+    dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
+    # What FP8 keys, values and queries are multiplied by, each (batch, heads_kv) float32; None in
+    # 16 bits.
+    descales: tuple | None = None
+    # Whether the softmax is online, 0 or 1, if the kernel has the code of both kinds of row max;
+    # else None.
     online_max: object = None
 
     @classmethod
@@ -217,7 +211,7 @@ class ForwardArguments(NamedTuple):
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim_v)),
-            o=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
+            o=arguments.tma_tensor(spec.out_dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
             lse=Int64(0),
             modifiers=modifiers or None,
             softmax_scale=Float32(0.0),
@@ -240,4 +234,7 @@ class ForwardArguments(NamedTuple):
             page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             online_max=Int32(0) if kernel.has_online_and_fixed else None,
+            descales=tuple(arguments.strided_tensor("float32", 2) for _ in range(3))
+            if spec.is_fp8
+            else None,
         )

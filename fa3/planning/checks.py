@@ -10,6 +10,8 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.problem import (
     ELEMENTS,
+    FP8,
+    FP8_HEAD_DIM_UNIT,
     HEAD_DIM_UNIT,
     MAX_HEAD_DIM,
     NO_BOUND,
@@ -40,15 +42,21 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
         check_type(f"problem.window.{name}", bound, int)
         if bound < NO_BOUND:
             raise ValueError(f"problem.window.{name} must be -1 (none) or more, got {bound}")
-    if spec.dtype not in ELEMENTS:
-        raise ValueError(f"problem.spec.dtype must be one of {[*ELEMENTS]}, got {spec.dtype!r}")
+    if not spec.is_fp8 and spec.dtype not in ELEMENTS:
+        kinds = [*ELEMENTS, FP8]
+        raise ValueError(f"problem.spec.dtype must be one of {kinds}, got {spec.dtype!r}")
+    outs = [*ELEMENTS] if spec.is_fp8 else [None]
+    if spec.fp8_out not in outs:
+        raise ValueError(
+            f"problem.spec.fp8_out must be one of {outs} with {spec.dtype}, got {spec.fp8_out!r}"
+        )
+    unit = FP8_HEAD_DIM_UNIT if spec.is_fp8 else HEAD_DIM_UNIT
     for name in ("head_dim", "head_dim_v"):
         size = getattr(spec, name)
         check_size(f"problem.spec.{name}", size)
-        if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
+        if size % unit or size > MAX_HEAD_DIM:
             raise ValueError(
-                f"problem.spec.{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, "
-                f"got {size}"
+                f"problem.spec.{name} must be a multiple of {unit} up to {MAX_HEAD_DIM}, got {size}"
             )
     band = spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
     check_type("problem.spec.mask", band, Band)

@@ -75,6 +75,8 @@ class GroupedPlan:
             raise NotImplementedError(
                 "pack_gqa must be None or False with a score or a mask of your own"
             )
+        if spec.is_fp8:
+            raise NotImplementedError("pack_gqa must be None or False with q in FP8")
         if spec.has_dropout:
             raise NotImplementedError("pack_gqa must be None or False with dropout_p")
         if problem.seqlen_k > LONGEST:

@@ -122,10 +122,10 @@ class RaggedPlan:
     @property
     def may_share(self) -> bool:
         """Whether sequences may share tiles: not where scores, a mask or dropout ask for a row's
-        place in its sequence."""
+        place in its sequence, nor in FP8, whose scales are by sequence."""
         spec = self.spec
         of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
-        return not (of_rows or spec.has_dropout)
+        return not (of_rows or spec.has_dropout or spec.is_fp8)
 
     @property
     def shared_spec(self) -> AttentionSpec:

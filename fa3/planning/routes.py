@@ -106,6 +106,7 @@ class Signature:
         if self.call == CACHE:
             return True
         is_plain = not (spec.has_user_functions or spec.has_dropout or self.has_gradients)
+        is_plain = is_plain and not spec.is_fp8
         return self.heads_q > 0 and is_plain and (self.call == DENSE or not self.sm_margin)
 
     @cached_property

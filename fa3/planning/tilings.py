@@ -44,7 +44,9 @@ class Tiling(NamedTuple):
             and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
             and (self.functions or has_mask(spec) == self.masked)
             and self.config.registers(spec) <= self.config.fragment_registers
-            and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))
+            and (
+                self.config.own_o or spec.is_fp8 or padded(spec.head_dim) == padded(spec.head_dim_v)
+            )
         )
 
 
@@ -89,6 +91,18 @@ sizes that differ were measured on 2026-11-22 at 4 x 4k with 8 heads; 128 x 48 i
 Causal heads of 128 that share keys run in pairs: over the committed records no other plan is faster
 by more than 1.6% in bursts, and under steady load pairs save 2-4%. So a model with such heads meets
 as few kernels as it can."""
+
+TILINGS_IN_FP8 = tuple(
+    Tiling(*head_dims, masked, math.inf, config, functions, element_bytes=1)
+    for masked, functions in ((False, False), (True, False), (True, True))
+    for *head_dims, config in (
+        (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, v_stages=2)),
+        (128, 128, ForwardConfig(128, 128, q_stages=2, v_stages=2)),
+        (192, 128, ForwardConfig(128, 128, v_stages=2)),
+        (256, 256, ForwardConfig(128, 128, own_o=False, v_stages=2)),
+    )
+)
+"""The same for q, k and v in FP8, measured on an H100 on 2026-11-26."""
 
 FEW_TILES = 8
 """With fewer query tiles per head, an odd number of them makes clusters of two cost more than they
@@ -155,7 +169,7 @@ def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig
 def alternatives(problem: Problem) -> list[Tiling]:
     """The rows of `TILINGS` that fit, up to the first without a limit on the queries."""
     found = []
-    for tiling in TILINGS:
+    for tiling in (*TILINGS, *TILINGS_IN_FP8):
         if tiling.fits(problem.spec):
             found.append(tiling)
             if tiling.max_seqlen_q == math.inf:
@@ -165,7 +179,7 @@ def alternatives(problem: Problem) -> list[Tiling]:
 
 def general_tiling(spec: AttentionSpec) -> ForwardConfig:
     """The tiling for sequences of any length, in single CTAs, with a following reference."""
-    rows = (row for row in TILINGS if row.max_seqlen_q == math.inf)
+    rows = (row for row in (*TILINGS, *TILINGS_IN_FP8) if row.max_seqlen_q == math.inf)
     return replace(next(row.config for row in rows if row.fits(spec)), cluster_m=1)
 
 

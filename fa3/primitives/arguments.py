@@ -18,9 +18,6 @@ ELEMENT_TYPES = {
 }
 """Torch's name of a dtype -> the element type in a kernel."""
 
-FP8 = "float8_e4m3fn"
-"""The dtype of FP8 caches."""
-
 
 def tma_tensor(dtype: str, shape: tuple) -> object:
     """A tensor with any strides that TMA takes: multiples of 16 bytes, 1 in the last dimension."""

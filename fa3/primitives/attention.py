@@ -70,27 +70,19 @@ class Mmas(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one tile's rows.
-
-    Fields:
-        q: the descriptor of this warpgroup's rows of Q.
-        pipeline_k, pipeline_v: deliver blocks of K and V.
-        rules: score functions and masks, applied before the softmax.
-        turns: say when this warpgroup may issue WGMMAs.
-        dropout: a `fa3.primitives.dropout.TileDropout`, or None.
-        scale_v: what the values are multiplied by; None for 1.
-    """
+    """The attention of one tile's rows."""
 
     mmas: Mmas
     regs: Fragments
-    q: cute.Tensor
+    q: cute.Tensor  # the descriptor of this warpgroup's rows of Q
+    # pipeline_k, pipeline_v: deliver blocks of K and V.
     pipeline_k: object
     pipeline_v: object
     softmax: OnlineSoftmax
-    rules: object
-    turns: object
-    dropout: object | None = None
-    scale_v: Float32 | None = None
+    rules: object  # score functions and masks, applied before the softmax
+    turns: object  # say when this warpgroup may issue WGMMAs
+    dropout: object | None = None  # a `fa3.primitives.dropout.TileDropout`, or None
+    scale_v: Float32 | None = None  # what the values are multiplied by; None for 1
 
     def wait(self, pipe, state):
         """Wait for a block of K or V."""
@@ -234,20 +226,16 @@ class Attention:
     @property
     def has_exact_terms(self) -> bool:
         """Whether P of a row's only visible key is a power of two, and so the same in 16 bits.
-
-        It is if the row's reference was taken from that key's score.
-        """
+        It is if the row's reference was taken from that key's score."""
         rules, reference = self.rules, self.softmax.reference
-        if reference is RowMax.ONLINE:
+        if reference in (RowMax.ONLINE, RowMax.EXACT):
             return True
         return reference is RowMax.FIXED and not (rules.scores or rules.mask.templates)
 
     @cute.jit
     def divisor(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
         """The row sum; in 16 bits, as P V took it, if row r's mask leaves it one key.
-
-        So the output of such a row is V, with the same bits.
-        """
+        So the output of such a row is V, with the same bits."""
         rules = self.rules
         begin, end = rules.mask.range_at(r, rules.coords, rules.sequence)
         rounded = row_sum.to(self.regs.p.element_type).to(Float32)
@@ -255,7 +243,6 @@ class Attention:
 
     def sees(self, n_block) -> Callable | None:
         """A function of row r: whether it sees the block's first key. For guessing references.
-
         None if nothing is guessed, or if a row may see later keys of the block but not the first.
         """
         rules = self.rules

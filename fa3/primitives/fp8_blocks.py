@@ -143,7 +143,7 @@ class BlockConverter:
 
 @dataclass(frozen=True)
 class ConvertedPipeline:
-    """The mbarrier pipeline from the converter warps to the MMA warpgroup.
+    """The mbarrier pipeline from warps that write blocks to the MMA warpgroups.
 
     One lane of a warp arrives for its warp.
     """
@@ -151,15 +151,17 @@ class ConvertedPipeline:
     pipe: pipeline.PipelineAsync
 
     @classmethod
-    def create(cls, barriers, stages: int, warps: int) -> "ConvertedPipeline":
-        """The pipeline of `warps` converters; `barriers` are two mbarriers for each stage."""
+    def create(
+        cls, barriers, stages: int, warps: int, consumers: int = WARPS
+    ) -> "ConvertedPipeline":
+        """The pipeline of so many producer and consumer warps; a stage has two mbarriers."""
         group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
         return cls(
             pipeline.PipelineAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
                 producer_group=group(agent, warps),
-                consumer_group=group(agent, WARPS),
+                consumer_group=group(agent, consumers),
                 defer_sync=True,
             )
         )

@@ -9,15 +9,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-SLACK = 8.0
-"""Powers of two by which scores may exceed the reference before sums and O are rescaled."""
+SLACK = 8.0  # powers of two by which scores may exceed the reference before sums and O are rescaled
 
 MARGIN = 24.0
 """Powers of two that a fixed reference lies above the scores it was taken from: this leaves row
 sums more room to grow than to shrink."""
 
-LOG2_E = math.log2(math.e)
-"""Powers of two in a natural logit."""
+FP8_OFFSET = 8.0  # powers of two that the largest term of a row has if terms are rounded to e4m3
+LOG2_E = math.log2(math.e)  # powers of two in a natural logit
 
 GUESSED = 8
 """Columns of a thread from which a reference is guessed: the first 32 keys of a block. More columns
@@ -34,14 +33,9 @@ are less than 2**-86 of the sum."""
 LEAST_OF_ZEROS = 2.0**-39
 """Row sums from which an output of 0 is a true zero, if values are at least 2**-110."""
 
-SURE = 0.5
-"""Row sums below this cannot make O overflow, whatever V holds."""
-
-FAINT = 2.0**-60
-"""Nonzero outputs below this may have lost digits, since V is so small."""
-
-STRONG = 2.0**60
-"""Outputs above this may have overflowed in part."""
+SURE = 0.5  # row sums below this cannot make O overflow, whatever V holds
+FAINT = 2.0**-60  # nonzero outputs below this may have lost digits, since V is so small
+STRONG = 2.0**60  # outputs above this may have overflowed in part
 
 
 class RowMax(Enum):
@@ -55,12 +49,15 @@ class RowMax(Enum):
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
         It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
         tell whether the guess failed (`failed`). It needs a P with the range of fp32.
+    EXACT: the running maximum, always, less `FP8_OFFSET` powers of two. Terms reach 2**FP8_OFFSET,
+        which is little less than the largest number in e4m3, so small terms do not vanish.
     ZERO: 0, for bounded scores. It cannot fail if the bound is at most `SLACK` powers of two;
         above, the row sum and O tell, as for FIXED.
     """
 
     ONLINE = "following"
     FIXED = "fixed"
+    EXACT = "exact"
     ZERO = "zero"
 
 
@@ -125,7 +122,7 @@ class OnlineSoftmax:
 
     @property
     def online_max(self) -> bool:
-        return self.reference is RowMax.ONLINE
+        return self.reference in (RowMax.ONLINE, RowMax.EXACT)
 
     @cute.jit
     def start(
@@ -178,6 +175,8 @@ class OnlineSoftmax:
         """How far a reference lies above the scores it is taken from, in units of raw scores."""
         if self.reference is RowMax.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
+        if self.reference is RowMax.EXACT:
+            return -FP8_OFFSET * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
 
     def maxima(
@@ -197,9 +196,7 @@ class OnlineSoftmax:
         shifts: tuple | None = None,
     ):
         """Raise the references that scores exceed too far; rescale sums and acc (rows, columns).
-
-        Calls `acc_ready()` before it reads or writes acc.
-        """
+        Calls `acc_ready()` before it reads or writes acc."""
         num_rows = cute.size(scores, mode=[0])
         maxima = self.maxima(scores, shifts)
         outgrown = cutlass.Boolean(False)
@@ -239,25 +236,20 @@ class OnlineSoftmax:
 
     def has_summed(self):
         """Always true. Unless the reference follows, the GPU must first compute the row sums."""
-        return True if self.online_max else self.row_sum[0] + self.row_sum[1] >= 0.0
+        return True if self.reference is RowMax.ONLINE else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
     def finish(
         self,
         acc: cute.Tensor,
+        # For each row a logit, in base 2, that only joins the row sum; or None.
         sinks: tuple | None = None,
-        factor: Float32 | None = None,
+        factor: Float32 | None = None,  # what else to multiply acc by; None for 1
+        # (r, row sum) -> what to divide row r by, without sinks; None for the row sum.
         divisor: cutlass.Constexpr = None,
     ) -> cute.Tensor:
         """Divide acc by the row sums; return the rows' log-sum-exps (natural logarithm).
-
-        A row that saw no key becomes 0, with log-sum-exp -inf or its sink's logit.
-
-        Args:
-            sinks: for each row a logit, in base 2, that only joins the row sum; or None.
-            factor: what else to multiply acc by; None for 1.
-            divisor: (r, row sum) -> what to divide row r by, without sinks; None for the row sum.
-        """
+        A row that saw no key becomes 0, with log-sum-exp -inf or its sink's logit."""
         lse = cute.make_rmem_tensor(self.row_sum.layout, Float32)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             row_sum = quad_reduce(self.row_sum[r], add)
@@ -341,5 +333,26 @@ class BoundedSoftmax(OnlineSoftmax):
     reference = RowMax.ZERO
 
 
-SOFTMAXES = {kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax)}
+class ExactSoftmax(OnlineSoftmax):
+    reference = RowMax.EXACT
+
+    @cute.jit
+    def follow(self, scores: cute.Tensor, shifts: tuple | None = None) -> tuple:
+        """Raise the references to the rows' maxima; return what O is to be multiplied by."""
+        maxima, margin, factors = self.maxima(scores, shifts), self.margin, []
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            largest = quad_reduce(maxima[r], cute.arch.fmax) + margin
+            row_max = cute.arch.fmax(largest, self.row_max[r])
+            factor = cute.math.exp2(
+                (self.row_max[r] - finite(row_max)) * self.scale_log2, fastmath=True
+            )
+            self.row_max[r] = row_max
+            self.row_sum[r] = self.row_sum[r] * factor
+            factors.append(factor)
+        return tuple(factors)
+
+
+SOFTMAXES = {
+    kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax, ExactSoftmax)
+}
 """Classes, not a field: the DSL would turn a constant field into a GPU value at a branch."""

@@ -4,26 +4,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-WARP = 32
-"""Threads of a warp."""
-
-WARPGROUP = 128
-"""Threads of a warpgroup."""
-
-WARPS = WARPGROUP // WARP
-"""Warps of a warpgroup."""
-
-ROWS = 64
-"""Rows of one WGMMA."""
+WARP = 32  # threads of a warp
+WARPGROUP = 128  # threads of a warpgroup
+WARPS = WARPGROUP // WARP  # warps of a warpgroup
+ROWS = 64  # rows of one WGMMA
 
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Warpgroups that multiply -> registers of a thread after setmaxnreg: producer, others."""
 
-REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}
-"""The same where the producer finds pages."""
-
-ROWS_OF_WARP = ROWS // WARPS
-"""Accumulator rows of a WGMMA that one warp holds."""
+REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # the same where the producer finds pages
+ROWS_OF_WARP = ROWS // WARPS  # accumulator rows of a WGMMA that one warp holds
 
 
 @cute.jit

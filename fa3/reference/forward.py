@@ -66,14 +66,17 @@ def steps(
 
 def execute(
     plan: Plan,
-    # operands, softmax_scale, tensors, dropout: as `fa3.reference.walker.Walker` takes them.
+    # operands, softmax_scale, tensors, dropout, descales: see `fa3.reference.walker.Walker`.
     operands: tuple[torch.Tensor | None, ...],
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
     dropout: Dropout | None = None,
+    descales: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """Run a plan on the CPU tensors of its problem.
     A row that sees no key gets 0 with log-sum-exp -inf, or with its sink."""
     problem = plan.problem
-    call = Walker(problem.spec, problem.window, operands, softmax_scale, tensors, dropout)
+    call = Walker(
+        problem.spec, problem.window, operands, softmax_scale, tensors, dropout, descales=descales
+    )
     call.run(steps(plan, call.tensors))

@@ -99,6 +99,7 @@ def execute_varlen(
     dropout: Dropout | None = None,
     short_queries: int = 0,
     page_table: torch.Tensor | None = None,
+    descales: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
 
@@ -106,10 +107,12 @@ def execute_varlen(
         plan: of the call's spec.
         window: keys that a query sees before and after its own position.
         operands: without cu_seqlens_k, k and v are a cache.
-        softmax_scale, tensors, dropout, page_table: as `fa3.reference.walker.Walker` takes them.
+        softmax_scale, tensors, dropout, page_table, descales: see `fa3.reference.walker.Walker`.
         short_queries: sequences with so many queries or fewer are left out.
     """
-    walk = Walker(plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table)
+    walk = Walker(
+        plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table, descales
+    )
     if operands.seqused_k is not None and operands.cu_seqlens_k is None:
         # The host may not have checked them.
         pages = 1 if page_table is None else page_table.shape[1]

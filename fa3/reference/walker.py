@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from fa3.complaints import shown
 from fa3.primitives.cache_blocks import Keys
 from fa3.primitives.coords import Position
-from fa3.primitives.softmax import LOG2_E, SLACK
+from fa3.primitives.softmax import FP8_OFFSET, LOG2_E, SLACK
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.dropout import Dropout
 from fa3.schedules.segment import Segment
@@ -180,6 +180,9 @@ class Walker:
         self.descales = descales
         # Blocks of an FP8 cache are multiplied in fp16.
         self.rounded_to = self.q.dtype if descales is None else torch.float16
+        self.slack = SLACK
+        if spec.is_fp8:
+            self.rounded_to, self.slack = self.q.dtype, 0.0
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
     @torch.autocast("cpu", enabled=False)
@@ -245,7 +248,7 @@ class Walker:
             scaled_k = k * (scale_q * scale_k)
             values, kept, _ = self.logits(rows, keys, q, scaled_k, factor, is_masked)
             row_max, before = values.amax(dim=1, keepdim=True), reference
-            outgrown = (row_max - before) * scale_log2 > SLACK
+            outgrown = (row_max - before) * scale_log2 > self.slack
             reference = torch.where(outgrown, row_max, before)
             # A row hidden so far has reference -inf; exp2(-inf - 0) is the 0 that it needs.
             scaled = reference.masked_fill(reference == -torch.inf, 0.0) * scale_log2
@@ -305,6 +308,8 @@ class Walker:
 
     def rounded(self, operand: torch.Tensor) -> torch.Tensor:
         """An operand of a product as the tensor cores would get it."""
+        if self.spec.is_fp8:
+            return (operand * 2.0**FP8_OFFSET).to(self.rounded_to).float() * 2.0**-FP8_OFFSET
         return operand.to(self.rounded_to).float()
 
 

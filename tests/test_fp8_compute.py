@@ -1,0 +1,280 @@
+"""Attention with q, k and v in FP8, on the CPU and on a Hopper GPU."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine_code import check_ptxas_log, inspect
+from problems import poisoned_allocations
+from reference import dense, visible
+
+import fa3
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.planner import plan_forward
+from fa3.problem import FP8, AttentionSpec, Problem, Window
+from fa3.running.compiler import compile_kernel
+from fa3.scores.masks import Band
+from fa3.scores.scores import Position, Score
+
+E4M3 = torch.float8_e4m3fn
+MOST = torch.finfo(E4M3).max
+NAMES = "q_descale", "k_descale", "v_descale"
+
+SHARE = 1.3
+"""A result's error may be this times the error of the same attention with P rounded to e4m3. Block
+by block P is rounded with other maxima."""
+
+TYPICAL = 0.025
+"""The error of rounding P to e4m3, relative to normal values."""
+
+LARGEST = 256.0
+"""What the largest probability of a row is multiplied by before it is rounded to e4m3."""
+
+SMALL = 2e-3
+"""Largest error of a natural log-sum-exp, of scores of a usual size."""
+
+
+@dataclass(frozen=True)
+class Halved(Score):
+    """Half of the natural logit."""
+
+    @cute.jit
+    def score(self, logit, at: Position):
+        return logit * 0.5
+
+    def reference(self, logits, at: Position):
+        return logits * 0.5
+
+
+def drawn(*shape: int, seed: int, where: str) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(where)
+
+
+def in_fp8(tensor: torch.Tensor, heads_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round to e4m3 with a scale for each batch entry and key/value head."""
+    by_head = tensor.unflatten(2, (heads_kv, -1)).float()
+    scale = by_head.abs().amax(dim=(1, 3, 4)).clamp(min=1e-6) / MOST
+    values = (by_head / scale[:, None, :, None, None]).clamp(-MOST, MOST).to(E4M3)
+    return values.flatten(2, 3), scale
+
+
+def call_of(q, k, v, **scales) -> tuple[dict, list[torch.Tensor]]:
+    """The FP8 call on these tensors, and q, k and v as they count, in float64."""
+    heads_kv, call, exact = k.shape[2], {}, []
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        values, scale = in_fp8(tensor, heads_kv)
+        call[name], call[f"{name}_descale"] = values, scale
+        group = tensor.shape[2] // heads_kv
+        exact.append(values.double() * scale.double().repeat_interleave(group, 1)[:, None, :, None])
+    return call, exact
+
+
+def rounded(q, k, v, window: Window, scale: float) -> torch.Tensor:
+    """Attention in float64 but for P, which is rounded to e4m3 below the row's maximum."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    seen = visible(q.shape[1], k.shape[1], window, q.device)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    p = (logits - logits.amax(3, keepdim=True).clamp(min=-1e300)).exp()
+    in_e4m3 = (p * LARGEST).float().to(E4M3).double() / LARGEST
+    return torch.einsum("bhqk,bkhd->bqhd", in_e4m3 / p.sum(3, keepdim=True).clamp(min=1e-30), v)
+
+
+def rms(tensor: torch.Tensor) -> float:
+    return tensor.double().pow(2).mean().sqrt().item()
+
+
+def check(q, k, v, window=Window(), tolerance=SMALL, **arguments) -> None:
+    """Assert that an FP8 call into NaN memory errs about as rounding P to e4m3 does."""
+    call, exact = call_of(q, k, v)
+    scale = q.shape[3] ** -0.5
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(**call, window_size=window, return_lse=True, **arguments)
+    assert out.dtype == torch.bfloat16 and not out.isnan().any()
+    right, right_lse = dense(*exact, scale, window, **arguments)
+    floor = TYPICAL * rms(right)
+    if not arguments:
+        floor = rms(rounded(*exact, window, scale) - right)
+    assert rms(out - right) <= SHARE * floor + 2.0**-9 * rms(right)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=tolerance)
+
+
+HEADS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (32, 32), (64, 160)]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), HEADS)
+@pytest.mark.parametrize("window", [Window(), Window(-1, 0), Window(70, 30)])
+def test_head_sizes_and_windows(head_dim, head_dim_v, window, where):
+    shapes = (2, 150, 4, head_dim), (2, 333, 2, head_dim), (2, 333, 2, head_dim_v)
+    check(*(drawn(*shape, seed=i, where=where) for i, shape in enumerate(shapes)), window)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 300), st.integers(0, 400), st.sampled_from(HEADS), st.data())
+def test_random_calls(where_of_random, seqlen_q, seqlen_k, heads, data):
+    head_dim, head_dim_v = heads
+    group, heads_kv = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    window = Window(data.draw(st.integers(-1, 200)), data.draw(st.integers(-1, 100)))
+    where, batch = where_of_random, data.draw(st.integers(1, 3))
+    q = drawn(batch, seqlen_q, heads_kv * group, head_dim, seed=1, where=where)
+    k = drawn(batch, seqlen_k, heads_kv, head_dim, seed=2, where=where)
+    v = drawn(batch, seqlen_k, heads_kv, head_dim_v, seed=3, where=where)
+    if 0 in (seqlen_q, seqlen_k):
+        tensors = (x.to(E4M3) for x in (q, k, v))
+        out, lse = fa3.flash_attn_func(*tensors, window_size=window, return_lse=True)
+        assert not out.float().any() and (lse == -torch.inf).all()
+    else:
+        check(q, k, v, window)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where_of_random(request) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks", "score"])
+def test_scores_and_sinks(name, where):
+    arguments = {
+        "softcap": 5.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]).to(where),
+        "sinks": torch.tensor([20.0, 0.0, -3.0, 1.0]).to(where),
+        "score": Halved(),
+    }
+    shapes = (2, 200, 4, 128), (2, 300, 2, 128), (2, 300, 2, 128)
+    tensors = (drawn(*shape, seed=i, where=where) for i, shape in enumerate(shapes))
+    # The softcap's tanh is approximate.
+    check(*tensors, Window(-1, 0), tolerance=2e-2, **{name: arguments[name]})
+
+
+@pytest.mark.parametrize("kind", ["outliers", "growing", "large", "small", "equal"])
+def test_hard_values(kind, where):
+    """Outliers as FlashAttention-3 draws them, keys that grow, and logits of other sizes."""
+    q, k, v = (drawn(1, 512, 2, 128, seed=i, where=where) for i in range(3))
+    if kind == "outliers":
+        masks = (drawn(1, 512, 2, 128, seed=i + 5, where=where) for i in range(3))
+        q, k, v = (x + 10 * y * (y.abs() > 3.29) for x, y in zip((q, k, v), masks, strict=True))
+    elif kind == "growing":
+        k = k * torch.linspace(0.1, 8, 512, device=where)[:, None, None]
+    elif kind == "equal":
+        q = q * 0
+    else:
+        q = q * (8.0 if kind == "large" else 1e-3)
+    check(q, k, v, Window(-1, 0), tolerance=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_as_one_by_one(head_dim, causal, where):
+    lengths = [5, 300, 0, 129, 1]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(where)
+    q, k, v = (
+        drawn(435, heads, head_dim, seed=i, where=where).to(E4M3)
+        for i, heads in enumerate((4, 2, 2))
+    )
+    scales = {name: drawn(5, 2, seed=9, where=where).abs() + 0.5 for name in NAMES}
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(
+            q, k, v, ends, ends, 300, 300, causal=causal, return_lse=True, **scales
+        )
+    assert out.dtype == torch.bfloat16
+    for i, (begin, end) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
+        if begin == end:
+            continue
+        one, one_lse = fa3.flash_attn_func(
+            *(x[None, begin:end] for x in (q, k, v)), causal=causal, return_lse=True,
+            **{name: scale[i : i + 1] for name, scale in scales.items()},
+        )  # fmt: skip
+        assert rms(out[begin:end] - one[0]) <= 0.02 * rms(one)
+        torch.testing.assert_close(lse[:, begin:end], one_lse[0], rtol=1e-5, atol=SMALL)
+
+
+def test_scales_may_be_views_and_may_be_left_out(where):
+    q, k, v = (drawn(2, 100, 4, 64, seed=i, where=where).to(E4M3) for i in range(3))
+    scales = {name: torch.full((1, 1), 0.5, device=where).expand(2, 4) for name in NAMES}
+    out = fa3.flash_attn_func(q, k, v, **scales)
+    full = {name: torch.full((2, 4), 0.5, device=where) for name in NAMES}
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v, **full))
+    ones = {name: torch.ones(2, 4, device=where) for name in NAMES}
+    assert torch.equal(fa3.flash_attn_func(q, k, v), fa3.flash_attn_func(q, k, v, **ones))
+    into = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16, device=where)
+    assert fa3.flash_attn_func(q, k, v, **scales, out=into) is into and torch.equal(into, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["single", "dynamic", "list", "split"])
+def test_schedules(schedule):
+    q, k, v = (drawn(1, 700, 4, 128, seed=i, where="cuda") for i in range(3))
+    call, _ = call_of(q, k, v)
+    right = fa3.flash_attn_func(**call, causal=True)
+    out = fa3.flash_attn_func(**call, causal=True, schedule=schedule)
+    if schedule == "split":
+        assert rms(out - right) <= 0.02 * rms(right)
+    else:
+        assert torch.equal(out, right)
+
+
+@pytest.mark.gpu
+def test_pairs_of_ctas_share_keys():
+    q, k, v = (drawn(1, 700, 4, 128, seed=i, where="cuda") for i in range(3))
+    call, _ = call_of(q, k, v)
+    gpu = "H200" if "H200" in torch.cuda.get_device_name() else "H100"
+    pairs = ForwardConfig(128, 128, q_stages=2, v_stages=2, cluster_m=2)
+    plan = plan_forward(Problem.of(call["q"], call["k"], call["v"]), gpu, config=pairs)
+    assert torch.equal(fa3.flash_attn_func(**call, plan=plan), fa3.flash_attn_func(**call))
+
+
+@pytest.mark.gpu
+def test_graphs():
+    q, k, v = (drawn(2, 300, 4, 128, seed=i, where="cuda") for i in range(3))
+    call, _ = call_of(q, k, v)
+    right = fa3.flash_attn_func(**call, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa3.flash_attn_func(**call, causal=True)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, right)
+
+
+def test_what_is_refused():
+    q, k, v = (torch.zeros(2, 20, 2, 64).to(E4M3) for _ in range(3))
+    for tensors, message in (
+        ((q, k.bfloat16(), v), "k must be torch.float8_e4m3fn"),
+        ((q, k, v.bfloat16()), "v must be torch.float8_e4m3fn"),
+        ((q.bfloat16(), k, v), "k must be torch.bfloat16 like q"),
+        ((q.to(torch.float8_e5m2), k, v), "q must be"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            fa3.flash_attn_func(*tensors)
+    odd = torch.zeros(2, 20, 2, 48).to(E4M3)
+    with pytest.raises(ValueError, match="head_dim 48, supported with q in FP8 are multiples"):
+        fa3.flash_attn_func(odd, odd, odd)
+    with pytest.raises(ValueError, match=r"q_descale must have shape \(2, 2\)"):
+        fa3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 3))
+    for arguments in ({"dropout_p": 0.5}, {"pack_gqa": True}):
+        with pytest.raises(NotImplementedError, match=r"FP8|float8"):
+            fa3.flash_attn_func(q, k, v, **arguments)
+    sinks = torch.zeros(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="must not require grad with q in FP8"):
+        fa3.flash_attn_func(q, k, v, sinks=sinks)
+    ends = torch.tensor([0, 20], dtype=torch.int32)
+    rows = (x[0] for x in (q, k, v))
+    with pytest.raises(ValueError, match="v_descale must have 1 rows, one for each sequence"):
+        fa3.flash_attn_varlen_func(*rows, ends, ends, 20, 20, v_descale=torch.ones(2, 2))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_machine_code(head_dims):
+    spec = AttentionSpec(FP8, *head_dims, Band(right=True), fp8_out="bfloat16")
+    kernel = plan_forward(Problem(spec, 2, 1024, 1024, 16, 1, Window(-1, 0))).kernel()
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_ptxas_log(compiled.ptxas_log)
+    # At most a few addresses of the transposing warps.
+    assert report.spill_instructions <= 4
+    assert report.count("QGMMA") > 0 and report.count("LDSM.16.MT88.4") > 0
