@@ -71,13 +71,13 @@ def packed(call: dict) -> dict:
 @pytest.fixture
 def merged(monkeypatch):
     """How many calls merged parts inside of their launch."""
-    found, attend = [], PreparedDecode.attend
+    found, start = [], PreparedDecode.start
 
     def noting(self, *given):
         found.append(self.counters > 0)
-        return attend(self, *given)
+        return start(self, *given)
 
-    monkeypatch.setattr(PreparedDecode, "attend", noting)
+    monkeypatch.setattr(PreparedDecode, "start", noting)
     return found
 
 

@@ -336,7 +336,7 @@ ROWS_63 = replace(CHUNKS, seqlens_q=(63,), seqlens_k=(20_000,), heads_kv=2)
     [
         CHUNKS,
         replace(CHUNKS, seqlens_q=(64,), seqlens_k=(1 << 15,)),
-        replace(ROWS_63, causal=False, window=(4000, 60), recipe=Recipe(softcap=20.0)),
+        replace(ROWS_63, causal=False, window=(4100, 60), recipe=Recipe(softcap=20.0)),
         replace(ROWS_63, dtype="float16", head_dim=64, recipe=Recipe(alibi_rank=2)),
         replace(CHUNKS, head_dim=256, recipe=Recipe(sinks="float32")),
         replace(CHUNKS, head_dim=192, head_dim_v=128, used_q=(50, 9, 40), used_k=(8000, 9, 100)),

@@ -93,9 +93,9 @@ by more than 1.6% in bursts, and under steady load pairs save 2-4%. So a model w
 as few kernels as it can."""
 
 TILINGS_IN_FP8 = tuple(
-    Tiling(*head_dims, masked, math.inf, config, functions, element_bytes=1)
+    Tiling(head_dim, head_dim_v, masked, math.inf, config, functions, element_bytes=1)
     for masked, functions in ((False, False), (True, False), (True, True))
-    for *head_dims, config in (
+    for head_dim, head_dim_v, config in (
         (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, v_stages=2)),
         (128, 128, ForwardConfig(128, 128, q_stages=2, v_stages=2)),
         (192, 128, ForwardConfig(128, 128, v_stages=2)),
