@@ -4,8 +4,9 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
 
 - Both operands must be contiguous along the dimension that is summed over, so P V wants V^T. A
   `ValueTransposer` transposes blocks of V in shared memory.
-- A thread holds other keys of P as an operand than it gets of S as sums. In V^T the keys are in the
-  order `KEY_ORDER`, in which the registers of S are the operand P as they are.
+- A thread holds other keys of P as an operand than it gets of S as sums. In V^T, each 16 keys are in
+  the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order: with it the registers of S are the
+  operand P as they are.
 - Their sums have few bits. So P V goes to registers of its own, which are added to O in fp32:
   O = O * factor + P V. One instruction for an element rescales O and adds.
 
@@ -28,9 +29,6 @@ from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import CHUNK, ConvertedPipeline
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.wgmma import ROWS
-
-KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-"""The key at each place of 16 in a row of V^T."""
 
 TRANSPOSERS = 2  # warps that transpose blocks of V
 MOST_REGISTERS = 208  # registers of a thread for all fragments
@@ -238,7 +236,7 @@ class ValueTransposer:
     """
 
     loaded: cute.Tensor  # blocks (tile_n, columns, stages) as TMA loads them; e4m3, swizzled
-    transposed: cute.Tensor  # (columns, tile_n, stages), with keys in the order `KEY_ORDER`
+    transposed: cute.Tensor  # (columns, tile_n, stages), with keys in the key order
     loading: pipeline.PipelineTmaAsync  # the pipeline from the producer
     transposing: ConvertedPipeline  # the pipeline to the MMA warpgroups
     # warp, lane: of this thread; the first of the warps is 0.
