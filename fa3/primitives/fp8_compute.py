@@ -4,9 +4,9 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
 
 - Both operands must be contiguous along the dimension that is summed over, so P V wants V^T. A
   `ValueTransposer` transposes blocks of V in shared memory.
-- A thread holds other keys of P as an operand than it gets of S as sums. In V^T, each 16 keys are in
-  the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order: with it the registers of S are the
-  operand P as they are.
+- A thread holds other keys of P as an operand than it gets of S as sums. In V^T, 16 keys each
+  are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
+  are the operand P as they are.
 - Their sums have few bits. So P V goes to registers of its own, which are added to O in fp32:
   O = O * factor + P V. One instruction for an element rescales O and adds.
 
