@@ -264,9 +264,13 @@ def test_what_is_refused():
     sinks = torch.zeros(2, requires_grad=True)
     with pytest.raises(NotImplementedError, match="must not require grad with q in FP8"):
         fa3.flash_attn_func(q, k, v, sinks=sinks)
+    with pytest.raises(ValueError, match=r"k_descale .* lazily negated"):
+        fa3.flash_attn_func(q, k, v, k_descale=torch._neg_view(torch.ones(2, 2)))
+    with pytest.raises(TypeError, match=r"q must be torch.bfloat16 or torch.float16"):
+        fa3.flash_attn_backward(q, q, k, v, q, torch.zeros(2, 2, 20))
     ends = torch.tensor([0, 20], dtype=torch.int32)
     rows = (x[0] for x in (q, k, v))
-    with pytest.raises(ValueError, match="v_descale must have 1 rows, one for each sequence"):
+    with pytest.raises(ValueError, match=r"v_descale must have shape \(1, 2\)"):
         fa3.flash_attn_varlen_func(*rows, ends, ends, 20, 20, v_descale=torch.ones(2, 2))
 
 

@@ -146,7 +146,9 @@ def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Des
             zip(NAMES_BY_KIND[kind], tensors, ALIGNMENTS, strict=True)
         )
     ])  # fmt: skip
-    for name, tensor in zip(("alibi_slopes", "sinks"), tensors[-3:-1], strict=True):
+    # Kernels read them as they lie in memory.
+    names = *DESCALE_NAMES, "alibi_slopes", "sinks"
+    for name, tensor in zip(names, tensors[-6:-1], strict=True):
         if tensor is not None:
             check_resolved(name, tensor)
     return described
@@ -416,9 +418,8 @@ def check_descales(call: AttentionCall) -> None:
             )
         check_dtype(name, descale, torch.float32)
         check_device(name, descale, "q", call.q)
-        # Of packed keys `check_sizes` looks at the number of sequences, which each call has anew.
-        batch = ANY_NUMBER if call.kind == PACKED else call.batch
-        check_shape(name, descale, (batch, call.heads_kv), "q and " + call.name("k"))
+        if call.kind != PACKED:  # there `check_sizes` does it, for each number of sequences
+            check_shape(name, descale, (call.batch, call.heads_kv), "q and " + call.name("k"))
 
 
 def check_packed_keys(call: AttentionCall) -> None:
@@ -517,11 +518,9 @@ def check_sizes(described: Described) -> int:
         check_alibi_slopes(Operand(*slopes), q, batch)
     for name in DESCALE_NAMES:
         descale = described[TENSORS.index(name)]
-        if descale is not None and len(descale[0]) == 2 and descale[0][0] != batch:
-            raise ValueError(
-                f"{name} must have {batch} rows, one for each sequence, got shape "
-                f"{tuple(descale[0])}"
-            )
+        if descale is not None and q.dtype == FP8_DTYPE:
+            heads_kv = described[1][0][-2]
+            check_shape(name, Operand(*descale), (batch, heads_kv), "cu_seqlens_q and k")
     return batch
 
 

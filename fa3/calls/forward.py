@@ -23,7 +23,7 @@ from fa3.calls.call import DESCALE_NAMES, TENSORS_OF_DENSE, AttentionCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
-from fa3.calls.eager import is_traced
+from fa3.calls.eager import check_resolved, is_traced
 from fa3.calls.launcher import (
     NUM_CLUSTERS,
     PartMemory,
@@ -230,7 +230,8 @@ def flash_attn_func(
         sm_margin: SMs to leave to other kernels, also in the backward pass.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q, or
+            bfloat16 with q in FP8. Must
             not share memory with another tensor of the call; it may lie between their elements.
             Not with gradients.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
@@ -256,9 +257,9 @@ def flash_attn_func(
         qv: in the signature for compatibility; anything but None is not supported.
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
-        log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32, natural logarithm.
-        A query that sees no key gives 0 and -inf, or 0 and its head's sink.
+        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype, bfloat16 for FP8; with
+        return_lse also the log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32,
+        natural logarithm. A query that sees no key gives 0 and -inf, or 0 and its head's sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -324,6 +325,9 @@ DENSE_WITH_GRADIENT = 0, 1, 2, 4
 def describe_dense(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Description | None, ...]:
     """Describe q, k, v, alibi_slopes, sinks and, if there are any, descales."""
     q, k, v, slopes, sinks, *descales = tensors
+    for name, scale in zip(DESCALE_NAMES, descales, strict=False):
+        if isinstance(scale, torch.Tensor):
+            check_resolved(name, scale)
     return (
         describe("q", q, ALIGNMENT, True),
         describe("k", k, ALIGNMENT, True),

@@ -41,6 +41,7 @@ from fa3.calls.autograd import (
 )
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
+    DESCALE_NAMES,
     TENSORS,
     AttentionCall,
     Described,
@@ -468,8 +469,11 @@ ALWAYS_NONE = {
 
 def check_traceable(q: torch.Tensor, descales: tuple[torch.Tensor | None, ...]) -> None:
     """Raise unless a call can be traced by torch.compile."""
-    if q.dtype == FP8_DTYPE or descales != (None, None, None):
+    if q.dtype == FP8_DTYPE:
         raise NotImplementedError(f"q must be in 16 bits while a graph is traced, got {q.dtype}")
+    for name, descale in zip(DESCALE_NAMES, descales, strict=True):
+        if descale is not None:
+            raise ValueError(f"{name} must be None with q in {q.dtype}")
 
 
 def trace_attention(

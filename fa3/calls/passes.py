@@ -16,6 +16,7 @@ from fa3.calls.eager import in_memory, is_traced
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import (
+    FP8_DTYPE,
     Operand,
     check_apart,
     check_device,
@@ -289,6 +290,8 @@ def flash_attn_backward(
         raise ValueError(f"{absent} must be given with {other}, got None")
     if accumulate_dkv and dk is None:
         raise ValueError("dk and dv must be given with accumulate_dkv, got None")
+    if getattr(q, "dtype", None) == FP8_DTYPE:
+        raise TypeError(f"q must be torch.bfloat16 or torch.float16, got {q.dtype}")
     with torch.no_grad():
         if not is_traced(q):
             check_targets(targets, accumulate_dkv)

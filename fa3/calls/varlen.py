@@ -127,7 +127,8 @@ def flash_attn_varlen_func(
     of the tensors is read or written. If they break the rules below, the result is undefined.
 
     Args:
-        q: (total_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8 up to 256.
+        q: (total_q, heads_q, head_dim), bfloat16, float16 or float8_e4m3fn, as in
+            `flash_attn_func`; head_dim a multiple of 8 up to 256.
             Any strides that are multiples of 16 bytes with a contiguous last dimension.
         k: (total_k, heads_kv, head_dim), like q.
         v: (total_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
@@ -167,8 +168,8 @@ def flash_attn_varlen_func(
             the lengths are.
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
-        q_descale, k_descale, v_descale: with page_table as in `flash_attn_with_kvcache`, for q,
-            k and v in float8_e4m3fn; None without.
+        q_descale, k_descale, v_descale: for q, k and v in float8_e4m3fn: with page_table as in
+            `flash_attn_with_kvcache`, without as in `flash_attn_func`, a row for each sequence.
         qv: in the signature for compatibility; anything but None is not supported.
 
     Returns:

@@ -151,6 +151,8 @@ def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
                 f"{name} is not supported over ranks: it depends on positions in the whole sequence"
             )
     tensors = [named[name] for name in "qkv"]
+    if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
+        raise NotImplementedError("q must be in 16 bits over ranks, got torch.float8_e4m3fn")
     for name, x in zip("qkv", tensors, strict=True):
         if isinstance(x, torch.Tensor) and x.ndim != 4:
             shape = tuple(x.shape[is_packed:])
