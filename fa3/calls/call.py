@@ -146,7 +146,7 @@ def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Des
             zip(NAMES_BY_KIND[kind], tensors, ALIGNMENTS, strict=True)
         )
     ])  # fmt: skip
-    # Kernels read them as they lie in memory.
+    # Kernels read memory, where a lazy negation or conjugation is not done yet.
     names = *DESCALE_NAMES, "alibi_slopes", "sinks"
     for name, tensor in zip(names, tensors[-6:-1], strict=True):
         if tensor is not None:
@@ -536,7 +536,12 @@ def check_rows(name: str, description: Description) -> None:
 
 
 def are_of_batch(
-    integers: Integers, slopes: torch.Tensor | None, batch: int, *descales: torch.Tensor | None
+    integers: Integers,
+    slopes: torch.Tensor | None,
+    batch: int,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
 ) -> bool:
     """Whether lengths, vectors all, slopes and descales have entries for so many sequences."""
     _, ends_k, used_q, used_k = integers
@@ -545,7 +550,9 @@ def are_of_batch(
         and (used_q is None or used_q.shape[0] == batch)
         and (used_k is None or used_k.shape[0] == batch)
         and (slopes is None or slopes.ndim == 1 or slopes.shape[0] == batch)
-        and all(one is None or one.shape[0] == batch for one in descales)
+        and (scale_q is None or scale_q.shape[0] == batch)
+        and (scale_k is None or scale_k.shape[0] == batch)
+        and (scale_v is None or scale_v.shape[0] == batch)
     )
 
 

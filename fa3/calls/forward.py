@@ -230,10 +230,9 @@ def flash_attn_func(
         sm_margin: SMs to leave to other kernels, also in the backward pass.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q, or
-            bfloat16 with q in FP8. Must
-            not share memory with another tensor of the call; it may lie between their elements.
-            Not with gradients.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q;
+            bfloat16 with q in FP8. Must not share memory with another tensor of the call; it may
+            lie between their elements. Not with gradients.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
             their order; chosen by the planner if not given. If the planner pairs CTAs, the list

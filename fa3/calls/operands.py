@@ -19,7 +19,7 @@ from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What q, k, v and out may have, and the kernels' names for it."""
 
-FP8_DTYPE = torch.float8_e4m3fn  # what a cache, and queries on one, may have besides
+FP8_DTYPE = torch.float8_e4m3fn  # what q, k and v, or a cache, may have besides
 
 DIMENSIONS = ("batch", "seqlen", "heads", "head_dim")
 PACKED_DIMENSIONS = ("total", "heads", "head_dim")  # of q, k, v and out

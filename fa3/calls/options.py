@@ -72,8 +72,6 @@ class Function(NamedTuple):
     note: str = ""  # what is added to a complaint about `causal`
 
 
-UNSUPPORTED = ("qv",)  # what must be None where a function hands it over
-
 PACKING = "pack_gqa", "shares_heads"
 """Of calls where pack_gqa is not the caller's choice; with it, whether query heads share a
 key/value head."""
@@ -199,7 +197,7 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
     reject_unsupported(
         given["attention_chunk"], pack_gqa, bool(function.has_packing),
         given.pop("shares_heads", True), 0 if function.splits_keys else given["num_splits"],
-        **{name: given.pop(name, None) for name in UNSUPPORTED},
+        given.pop("qv", None),
     )  # fmt: skip
     return given
 
@@ -315,7 +313,7 @@ def reject_unsupported(
     has_packing: bool = False,
     shares_heads: bool = True,
     num_splits: int = 0,
-    **given: object,
+    qv: object = None,
 ) -> None:
     """Raise for arguments of FlashAttention's signature that would do nothing here.
 
@@ -327,7 +325,7 @@ def reject_unsupported(
         shares_heads: whether a key/value head has several query heads. Otherwise `pack_gqa` changes
             nothing, and may be anything.
         num_splits: the call's, if it can be 0 or 1 only.
-        given: what must be None.
+        qv: must be None.
     """
     if attention_chunk is not None and integer("attention_chunk", attention_chunk, 0):
         raise NotImplementedError(
@@ -345,11 +343,8 @@ def reject_unsupported(
             f"num_splits must be 0 or 1 here, got {num_splits}: the planner decides into how many "
             "parts keys are cut"
         )
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} must be None, got {shown(value)}: it is not supported"
-            )
+    if qv is not None:
+        raise NotImplementedError(f"qv must be None, got {shown(qv)}: it is not supported")
 
 
 def share_heads(q: object, k: object) -> bool:

@@ -1,4 +1,4 @@
-"""The scales of calls on an FP8 cache, of which the caller may leave out some."""
+"""The scales of calls with FP8 tensors, of which the caller may leave out some."""
 
 import functools
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def one_on(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of a call on an FP8 cache."""
+    """The scales of a call with FP8 tensors."""
 
     device: torch.device  # of the call
     shape: tuple[int, int]  # of a descale, (batch, heads_kv)

@@ -7,13 +7,13 @@ With a `cache`, packed queries attend to keys in a cache or its pages, whose blo
 Each consumer warpgroup owns 64 rows of the tile and skips blocks in which they see no key.
 
 Roles per CTA
-    warpgroup 0    producer   one warp issues all TMA loads; 24-32 registers a thread
+    warpgroup 0    producer   one warp issues all TMA loads; in FP8 two more warps transpose V
     warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
 
 ForwardPipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
     pipeline_k  one block of K         kv_stages  released after its Q K^T
-    pipeline_v  one block of V         kv_stages  released after its P V
+    pipeline_v  one block of V         kv_stages  released after its P V; in FP8 V^T, `v_stages`
     K and V blocks are multicast to all CTAs of the cluster, which walk the same blocks.
 
 Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)

@@ -77,8 +77,7 @@ class ForwardPipelines(NamedTuple):
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync | ConvertedPipeline
-    # What the producer loads V into: from it to the warps that transpose V, if there are any, else
-    # v.
+    # In FP8, from the producer to the warps that transpose V; in 16 bits the same as v.
     loaded: pipeline.PipelineTmaAsync
 
 
@@ -126,33 +125,20 @@ class ForwardEpilogue(AttentionKernel):
         if cutlass.const_expr(self.stores_rows):
             self.finish_rows(operands, attention, sinks, work, lambda r: True)
         else:
-            self.finish_slab(operands, attention, out, sinks, work, slab)
+            sequences, segment, tile = work
+            acc_O, coords = attention.regs.acc_O, attention.rules.coords
+            lse = attention.finish(sinks)
+            out.store(acc_O, slab, tile.head, sequences.queries(segment))
+            if operands.lse.is_wanted():
+                for r in cutlass.range_constexpr(cute.size(lse)):
+                    row = coords.query(r)
+                    if row < attention.rules.sequence.seqlen_q:
+                        operands.lse.store(sequences.place(tile, segment, row), lse[r], coords)
 
     @property
     def stores_rows(self) -> bool:
         """Whether each thread stores its rows of O, since shared memory has no room for them."""
         return self.spec.is_fp8 and not self.config.own_o
-
-    @cute.jit
-    def finish_slab(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-    ):
-        """Finish 64 rows through shared memory."""
-        sequences, segment, tile = work
-        acc_O, coords = attention.regs.acc_O, attention.rules.coords
-        lse = attention.finish(sinks)
-        out.store(acc_O, slab, tile.head, sequences.queries(segment))
-        if operands.lse.is_wanted():
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = coords.query(r)
-                if row < attention.rules.sequence.seqlen_q:
-                    operands.lse.store(sequences.place(tile, segment, row), lse[r], coords)
 
     @cute.jit
     def finish_recompute(

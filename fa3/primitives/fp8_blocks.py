@@ -40,7 +40,12 @@ class LanePlace:
 
     def swizzle(self, width: int):
         """What the swizzle of rows of `width` bytes adds to the lane's chunks, by exclusive or."""
-        return self.row // (128 // width) % (width // CHUNK)
+        return swizzle_of(self.row, width)
+
+
+def swizzle_of(row, width: int):
+    """What the swizzle of rows of `width` bytes does to numbers of chunks, by exclusive or."""
+    return row // (128 // width) % (width // CHUNK)
 
 
 def block_of(tensor: cute.Tensor, offset, layout: cute.Layout) -> cute.Tensor:

@@ -26,12 +26,12 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention, Fragments
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fp8_blocks import CHUNK, ConvertedPipeline
+from fa3.primitives.fp8_blocks import CHUNK, ConvertedPipeline, swizzle_of
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.wgmma import ROWS
 
 TRANSPOSERS = 2  # warps that transpose blocks of V
-MOST_REGISTERS = 208  # registers of a thread for all fragments
+MOST_REGISTERS = 208  # for all fragments: of 232, a thread needs 24 for other things
 
 LOADS_AT_ONCE = 2
 """Loads of a transposing warp that are on their way at once: it has 40 registers a thread."""
@@ -313,11 +313,6 @@ def store_matrices(address, rows: list[Uint32]) -> None:
 def place_in_buffer(tensor: cute.Tensor, offset) -> Int32:
     """The address in shared memory of a byte of a buffer, without its swizzle."""
     return Int32(tensor.iterator.toint()) + offset
-
-
-def swizzle_of(row, width: int):
-    """What the swizzle of rows of `width` bytes does to numbers of chunks, by exclusive or."""
-    return row * width // 128 % (width // CHUNK)
 
 
 def permuted(low, high, selector) -> Uint32:

@@ -88,7 +88,7 @@ class SharedKeyTiles(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """Where the keys of a sequence lie in dK and dV."""
+    """Where the keys of a sequence are in dK and dV."""
 
     # batch, begin, length: its batch entry, its first row there and the number of its rows.
     batch: Int32
