@@ -11,6 +11,7 @@ import pytest
 import torch
 from machine_code import HAS_LOG, check_ptxas_log, inspect
 from score_problems import Gate, RelativeBias
+from varlen_problems import signature_with
 
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
@@ -18,7 +19,6 @@ from fa3.kernels import forward_launch as tiling
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
-from fa3.planning.ragged import RaggedPlan
 from fa3.planning.tilings import (
     TILINGS,
     Tiling,
@@ -221,9 +221,9 @@ def test_machine_code_of_a_kernel_with_both_references():
 
 @pytest.mark.compiles
 def test_machine_code_with_keys_in_a_cache():
-    plan = RaggedPlan(spec_of(128, "causal"), False, False, H200, CacheLayout(0))
-    kernel, _ = plan.kernels()
-    check_overlap(check_with_cache(kernel), plan.spec, kernel.config)
+    signature = signature_with(spec_of(128, "causal"), cache=CacheLayout(0))
+    kernel, _ = signature.kernels()
+    check_overlap(check_with_cache(kernel), signature.spec, kernel.config)
 
 
 def check_with_cache(kernel: Forward) -> CubinReport:
@@ -239,7 +239,7 @@ def check_with_cache(kernel: Forward) -> CubinReport:
 @pytest.mark.compiles
 def test_machine_code_of_functions_with_keys_in_a_cache():
     spec = modified(256, "window", *MODIFIERS["everything"])
-    (kernel,) = RaggedPlan(spec, True, False, H200, CacheLayout(16)).kernels()
+    (kernel,) = signature_with(spec, has_used_q=True, cache=CacheLayout(16)).kernels()
     check_with_cache(kernel)
 
 
@@ -247,7 +247,7 @@ def test_machine_code_of_functions_with_keys_in_a_cache():
     "cache", [CacheLayout(5), CacheLayout(0, batch_indexed=True), CacheLayout(16, left_padded=True)]
 )
 def test_caches_whose_keys_do_not_come_in_boxes(cache):
-    assert not RaggedPlan(spec_of(128, "causal"), False, False, H200, cache).finds_keys
+    assert not signature_with(spec_of(128, "causal"), cache=cache).finds_keys
 
 
 def test_the_forward_kernel_takes_boxes_only():

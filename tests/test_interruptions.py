@@ -116,8 +116,8 @@ def is_packed(splits: bool = False) -> None:
     )
     whole = launch(makes_table, TileTableArguments), *whole
     split = launch(makes_table, SegmentTableArguments), *split
-    plan = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64), cache=None)
-    call = PreparedVarlen(plan, lambda splits: split if splits else whole, 128, 112, 132)
+    signature = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64), cache=None)
+    call = PreparedVarlen(signature, lambda splits: split if splits else whole, 128, 112, 132)
     call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 8), None, 1.0, splits=splits)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_latest import operand, packed_operands
+from varlen_problems import signature_with
 
 import fa3
 from fa3.calls import decode, forward, kvcache, packed_calls, varlen
@@ -25,7 +26,6 @@ from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_dense, plan_forward
-from fa3.planning.ragged import RaggedPlan
 from fa3.planning.routes import CACHE, PACKED, PackedSizes, Signature, choose_route
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
@@ -184,11 +184,11 @@ def met(monkeypatch):
     def of_cache(plan, *rest):
         found.update((launch.kernel, None) for launch in plan.launches)
 
-    def of_packed(plan, *rest, **options):
-        found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
+    def of_packed(signature, *rest, **options):
+        found.update((launch.kernel, None) for launch in signature.launches())
 
-    def of_joined(plan, window, operands, *rest):
-        found.update((launch.kernel, None) for launch in plan.shared_launches(window))
+    def of_joined(signature, *rest):
+        found.update((launch.kernel, None) for launch in signature.shared_launches())
 
     monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
@@ -459,4 +459,4 @@ def test_the_page_has_the_numbers_of_the_code():
         Signature(PACKED, SPEC, CAUSAL, ratio, 1, H200).short_limit for ratio in (1, 2, 4, 128, 256)
     ]
     assert limits == [64, 64, 32, 1, 1]
-    assert RaggedPlan(SPEC, False, False, H200).shared_config.tile_m // 2 == 64
+    assert signature_with(SPEC).shared_config.tile_m // 2 == 64

@@ -25,6 +25,7 @@ from varlen_problems import (
     on_cache,
     on_pages,
     poison,
+    signature_with,
     unused,
 )
 
@@ -32,9 +33,9 @@ import fa3
 from fa3.calls import packed_calls
 from fa3.kernels.forward import Forward
 from fa3.kernels.segment_table import CUTTERS, SegmentTable, segment_rows
-from fa3.kernels.tile_table import TileTable
+from fa3.kernels.tile_table import TileTable, capacity_of_table, words_of_table
 from fa3.planning.gpu import H200
-from fa3.planning.ragged import RaggedPlan, capacity_of_table, words_of_table
+from fa3.planning.routes import has_few_tiles
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.ragged_lengths import RaggedLengths
@@ -139,11 +140,14 @@ def test_few_blocks_are_not_cut_into_short_parts():
 
 def test_tables_of_all_gpus_have_room():
     """32 bits count what is written, and parts have bits enough, at the bounds of the host."""
-    plan = RaggedPlan(SPEC, False, False, replace(H200, num_sms=CUTTERS - 1))
-    assert plan.may_split(1, 1, 512, (1 << 30) // 5 * 128 - 1024)
-    assert not plan.may_split(1, 1, 512, (1 << 30) * 128 // 5)
-    assert not plan.may_split(33, 1, 512, 9000) and not plan.may_split(1, 60, 512, 9000)
-    assert not replace(plan, gpu=replace(H200, num_sms=CUTTERS)).may_split(1, 1, 512, 9000)
+    signature = signature_with(SPEC, gpu=replace(H200, num_sms=CUTTERS - 1))
+    assert has_few_tiles(signature, 1, 1, 512, (1 << 30) // 5 * 128 - 1024)
+    assert not has_few_tiles(signature, 1, 1, 512, (1 << 30) * 128 // 5)
+    assert not has_few_tiles(signature, 33, 1, 512, 9000) and not has_few_tiles(
+        signature, 1, 60, 512, 9000
+    )
+    signature = replace(signature, gpu=replace(H200, num_sms=CUTTERS))
+    assert not has_few_tiles(signature, 1, 1, 512, 9000)
     columns = columns_of([(0, (1 << 30) - 9)], CUTTERS - 1)
     parts = [PackedPart(part) for column in columns for *_, part in column]
     assert [part.num_parts for part in parts] == [255] * 255
@@ -169,8 +173,8 @@ def test_machine_code():
 
 @pytest.mark.compiles
 def test_machine_code_of_the_forward_kernel_on_pages():
-    plan = RaggedPlan(SPEC, False, True, H200, CacheLayout(16))
-    kernel = Forward(SPEC, plan.config, RaggedSegments, cache=plan.cache)
+    signature = signature_with(SPEC, has_used_k=True, cache=CacheLayout(16))
+    kernel = Forward(SPEC, signature.config, RaggedSegments, cache=signature.cache)
     report = inspect(compile_kernel(kernel).cubin)
     assert report.stack_bytes == 0 and report.spill_instructions == 0
 

@@ -11,8 +11,14 @@ from machine_code import inspect
 from pairs import pairs
 
 from fa3.kernels.joined_table import MultiSequenceTable
-from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
-from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
+from fa3.kernels.tile_table import (
+    AMOUNTS,
+    SORTERS,
+    TileTable,
+    capacity_of_table,
+    shift_of_work,
+    words_of_table,
+)
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window

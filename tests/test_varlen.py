@@ -30,6 +30,7 @@ from varlen_problems import (
     integers,
     make_call,
     random_problem,
+    signature_with,
     unused,
 )
 
@@ -39,7 +40,6 @@ from fa3.calls import launcher, varlen
 from fa3.calls.options import Options
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
-from fa3.planning.ragged import RaggedPlan
 from fa3.planning.routes import BOTH, SPLIT, PackedSizes
 from fa3.problem import Window
 
@@ -168,16 +168,15 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     options = Options(Window(1 << 40, 0), sm_margin=sm_margin)
     varlen.prepare_varlen.__wrapped__(described, options)
     (signature,) = made
-    plan = signature.plan
     assert signature.names == [
         "forward",
         "shared tiles",
         SPLIT,
         *["decode", BOTH] * (not sm_margin),
     ]
-    assert signature.window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
-    assert (plan.has_used_q, plan.has_used_k) == (True, False)
-    assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
+    assert signature.window == Window(right=0) and signature.gpu.num_sms == 132 - sm_margin
+    assert (signature.has_used_q, signature.has_used_k) == (True, False)
+    assert (signature.spec.head_dim, signature.spec.head_dim_v) == (64, 32)
 
 
 def caches() -> dict:
@@ -338,7 +337,7 @@ def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, length, w
     out, lse = attend(call)
     window = Window(right=0) if causal else Window()
     dense = make_problem(batch, length, length, 1, 2, head_dim, window)
-    config = RaggedPlan(dense.spec, False, False, H200).config
+    config = signature_with(dense.spec).config
     plan = plan_forward(dense, config=config, schedule="list")
     q, k, v = (call[name].view(batch, length, -1, head_dim) for name in "qkv")
     expected, expected_lse = fa3.flash_attn_func(

@@ -21,6 +21,7 @@ from varlen_problems import (
     make_call,
     random_short_problem,
     share_tiles,
+    signature_with,
     unused,
 )
 
@@ -28,7 +29,6 @@ import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.calls import packed_calls
 from fa3.planning.gpu import H200
-from fa3.planning.ragged import RaggedPlan
 from fa3.planning.routes import (
     MOST_SHARED_TILE_KEYS,
     PACKED,
@@ -200,7 +200,7 @@ MODIFIED = {
 @pytest.mark.parametrize("name", MODIFIED)
 def test_what_asks_for_places_in_a_sequence_does_not_share_tiles(name):
     spec, may_share = MODIFIED[name]
-    assert RaggedPlan(spec, True, True, H200).may_share == may_share
+    assert signature_with(spec, has_used_q=True, has_used_k=True).may_share == may_share
 
 
 def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSizes:
@@ -241,10 +241,10 @@ def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_every_head_size_has_a_tiling_of_two_halves(tiling):
     spec = replace(SPEC, head_dim=tiling.head_dim, head_dim_v=tiling.head_dim_v)
-    plan = RaggedPlan(spec, False, False, H200)
-    config = plan.shared_config
+    signature = signature_with(spec)
+    config = signature.shared_config
     assert config.tile_m == 2 * ROWS and not config.fixed_reference
-    config.validate(plan.shared_spec)
+    config.validate(signature.shared_spec)
 
 
 # -------------------------------------------------------------------------------------- tables

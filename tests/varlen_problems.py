@@ -15,6 +15,8 @@ from score_problems import Recipe
 
 import fa3
 from fa3.planning import routes
+from fa3.planning.gpu import H200
+from fa3.planning.routes import CACHE, PACKED, Signature
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores.masks import Band
 
@@ -85,6 +87,12 @@ def share_tiles(monkeypatch, holds) -> None:
     )
     monkeypatch.setitem(routes.RULES, routes.PACKED, tuple(rules))
     forget_routes(monkeypatch)
+
+
+def signature_with(spec: AttentionSpec, **fields: object) -> Signature:
+    """Return the signature of calls on packed keys, or on a cache, that have this spec."""
+    kind = CACHE if "cache" in fields else PACKED
+    return Signature(kind, spec, Window(), 4, 4, **{"gpu": H200} | fields)
 
 
 def forget_routes(monkeypatch) -> None:

@@ -24,10 +24,14 @@ from fa3.calls.operands import hide_all_keys_of_packed
 from fa3.calls.options import Options
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.segment_table import SegmentTableArguments, segment_rows
-from fa3.kernels.tile_table import TileTableArguments
+from fa3.kernels.tile_table import (
+    TileTableArguments,
+    capacity_of_table,
+    shift_of_work,
+    words_of_table,
+)
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch, slots
-from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.routes import (
     CACHE,
     DECODE,
@@ -41,7 +45,6 @@ from fa3.planning.routes import (
 )
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.dropout import DropoutArguments
-from fa3.problem import Window
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands, execute_joined, execute_varlen
@@ -68,7 +71,7 @@ SHARED_TILE_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window
 class PreparedVarlen:
     """A plan for packed sequences with its kernels loaded."""
 
-    plan: RaggedPlan  # what they were made by
+    signature: Signature  # what they were made by
     # Gives the table kernel, the forward kernel, and recompute if rows can fail. It loads the
     # kernels for split tiles, which most calls never have, when it is asked for them.
     launches: Callable[[bool], list[Launch]]
@@ -78,13 +81,14 @@ class PreparedVarlen:
     num_ctas: int  # CTAs of the forward kernel, one for each SM that it may use
 
     @classmethod
-    def of(cls, plan: RaggedPlan, window: Window) -> "PreparedVarlen":
-        """Load the kernels of a plan."""
+    def of(cls, signature: Signature) -> "PreparedVarlen":
+        """Load the kernels of calls with this signature."""
         launches = functools.cache(
-            lambda splits: [one.loaded(load_kernel) for one in plan.launches(window, splits)]
+            lambda splits: [one.loaded(load_kernel) for one in signature.launches(splits)]
         )
         launches(False)
-        return cls(plan, launches, plan.config.tile_m, plan.config.tile_n, plan.gpu.num_sms)
+        config = signature.config
+        return cls(signature, launches, config.tile_m, config.tile_n, signature.gpu.num_sms)
 
     def launch(
         self,
@@ -115,12 +119,12 @@ class PreparedVarlen:
         if splits:
             num_ctas = self.num_ctas
             num_slots = most_slots(num_tiles, num_ctas)
-            parts = PartMemory.of(num_slots, self.tile_m, self.plan.spec.head_dim_v)
+            parts = PartMemory.of(num_slots, self.tile_m, self.signature.spec.head_dim_v)
             state = table.new_empty(segment_rows(num_tiles) * num_ctas * FIELDS)
         arguments = template.copy()
         arguments[LENGTHS_AND_TABLE] = *integers, table
         # Of a cache, each sequence has room for so many keys.
-        total_k = total_k if self.plan.cache is None else most_keys
+        total_k = total_k if self.signature.cache is None else most_keys
         arguments[TABLE_SIZES] = total_q, total_k, capacity
         arguments[SHIFT] = shift_of_work(most_keys, self.tile_n)
         arguments[SHORT_QUERIES] = short_queries
@@ -152,10 +156,9 @@ class PreparedMultiSequence:
     @classmethod
     def of(cls, signature: Signature) -> "PreparedMultiSequence":
         """Load the kernels of calls with this signature."""
-        plan, tile_m = signature.plan, signature.shared_tiling.tile_m
-        launches = plan.shared_launches(signature.window)
-        table, *launches = (one.loaded(load_kernel) for one in launches)
-        return cls(table, tuple(launches), tile_m, plan.gpu.num_sms)
+        launches = (one.loaded(load_kernel) for one in signature.shared_launches())
+        table, *launches = launches
+        return cls(table, tuple(launches), signature.shared_config.tile_m, signature.gpu.num_sms)
 
     def launch(
         self,
@@ -227,7 +230,7 @@ class PackedCall:
         decode = functools.cache(decode or of_packed)
         if not on_gpu:
             return cls(*both, decode)
-        alone = PreparedVarlen.of(signature.plan, signature.window)
+        alone = PreparedVarlen.of(signature)
         has_shared = signature.shared_tiling is not None
         shared = PreparedMultiSequence.of(signature) if has_shared else None
         return cls(*both, decode, alone, shared)
@@ -259,7 +262,7 @@ class PackedCall:
                 operands, sizes, route, tensors, scale, dropout, tables, descales
             )
         elif self.shared is None:
-            execute_joined(signature.plan, signature.window, operands, scale, tensors)
+            execute_joined(signature, operands, scale, tensors)
         else:
             with_device(operands.q.device, self.shared.launch, operands, sizes, tensors, scale)
 
@@ -288,9 +291,8 @@ class PackedCall:
         if start is not None and not (on_gpu and has_long):
             start()()
         if has_long and not on_gpu:
-            plan, window = self.signature.plan, self.signature.window
             pages = tables.page_table
-            execute_varlen(plan, window, operands, scale, tensors, dropout, most, pages, descales)
+            execute_varlen(self.signature, operands, scale, tensors, dropout, most, pages, descales)
         elif has_long:
             drawn = None if dropout is None else dropout.arguments
             with_device(

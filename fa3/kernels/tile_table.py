@@ -475,3 +475,19 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
 def add_to(word: cute.Pointer, number: Int32) -> Int32:
     """Add to a word of shared memory; return what was there."""
     return cute.arch.atomic_add(word, number, sem="relaxed", scope="cta")
+
+
+def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
+    """The most records that the table of a call can need: a tile may be partly full only where a
+    sequence ends."""
+    return max(1, total_q // tile_m + batch)
+
+
+def words_of_table(capacity: int) -> int:
+    """int32 words of a table."""
+    return TABLE_HEADER + RECORD * capacity
+
+
+def shift_of_work(max_seqlen_k: int, tile_n: int) -> int:
+    """The shift of `TileTableArguments`: with it all amounts of work can be told apart."""
+    return max(0, (-(-max_seqlen_k // tile_n)).bit_length() - AMOUNTS.bit_length() + 1)

@@ -12,7 +12,12 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_group_flag
 from fa3.kernels.backward_pass import BackwardPass, PassArguments
 from fa3.kernels.backward_preprocess import BackwardPreprocess
-from fa3.kernels.tile_table import TileTable
+from fa3.kernels.tile_table import (
+    TileTable,
+    capacity_of_table,
+    shift_of_work,
+    words_of_table,
+)
 from fa3.planning.gpu import H200
 from fa3.planning.key_split import (
     TILES_OF_WAVE,
@@ -23,7 +28,6 @@ from fa3.planning.key_split import (
     may_split,
 )
 from fa3.planning.launch import template_of
-from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -31,7 +35,7 @@ from fa3.primitives.wgmma import WARPS
 from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InOrderQueue
 from fa3.schedules.ragged_keys import RaggedKeyTiles
-from fa3.scores.masks import Band, Intersection, Sequence
+from fa3.scores.masks import Band, Sequence
 
 L2_BYTES = 48 << 20
 """Bytes of Q, dO and dQ that tiles which run at the same time should share in L2. They take the
@@ -163,7 +167,7 @@ class BackwardKernels:
         if not self.is_packed:
             return BackwardPass(BackwardPreprocess(*preprocessed), main)
         table = TileTable(
-            config.tile_m, config.tile_n, band_of(spec), self.has_used_q, self.has_used_k,
+            config.tile_m, config.tile_n, spec.mask.band, self.has_used_q, self.has_used_k,
             is_of_keys=True,
         )  # fmt: skip
         kinds = True, self.has_used_q, main.has_dq_flags
@@ -408,7 +412,7 @@ def blocks_of_key_tiles(
     spec: AttentionSpec, config: BackwardConfig, sequence: Sequence, is_ordered: bool
 ) -> tuple[int, ...]:
     """Query blocks of a head that see each key tile, in the order in which CTAs take the tiles."""
-    tile_m, tile_n, band = config.tile_m, config.tile_n, band_of(spec)
+    tile_m, tile_n, band = config.tile_m, config.tile_n, spec.mask.band
     begins = range(0, sequence.seqlen_k, tile_n)
     visited = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
     counts = tuple(max(0, blocks.end - blocks.begin) for blocks in visited)
@@ -437,11 +441,6 @@ def fuses_preprocess(seqlen_k: float, window: Window) -> bool:
 def most_keys_unzeroed(window: Window) -> int:
     """Most keys of a sequence for which the dQ accumulator is not zeroed."""
     return KEYS_UNZEROED if window.right == NO_BOUND else MORE_KEYS_UNZEROED
-
-
-def band_of(spec: AttentionSpec) -> Band:
-    """The band of a spec's mask, which may be intersected with a mask of the user's."""
-    return spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
 
 
 def preprocess_spec(spec: AttentionSpec) -> AttentionSpec:

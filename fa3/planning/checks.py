@@ -19,7 +19,7 @@ from fa3.problem import (
     Problem,
     Window,
 )
-from fa3.scores.masks import Band, Intersection
+from fa3.scores.masks import Band
 
 
 def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> None:
@@ -58,7 +58,7 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
             raise ValueError(
                 f"problem.spec.{name} must be a multiple of {unit} up to {MAX_HEAD_DIM}, got {size}"
             )
-    band = spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
+    band = getattr(spec.mask, "band", spec.mask)
     check_type("problem.spec.mask", band, Band)
     if band != Band.of(window):
         raise ValueError(

@@ -134,13 +134,12 @@ def name_of_mask(mask: Any) -> str:
     """The bounds that a kernel has code for; it takes their values when it is launched."""
     if isinstance(mask, Intervals):
         return "key ranges from the table"
-    band = getattr(mask, "band", mask)
     return {
         (False, False): "no mask",
         (False, True): "causal",
         (True, False): "window to the left",
         (True, True): "window",
-    }[band.left, band.right]
+    }[mask.band.left, mask.band.right]
 
 
 def describe_config(config: ForwardConfig) -> str:

@@ -13,19 +13,36 @@ table the rest (`fa3.kernels.tile_table`). The table says how many CTAs the deco
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
+from fa3.kernels.forward import Forward
+from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardArguments, ForwardConfig
+from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
+from fa3.kernels.segment_table import (
+    MOST_SEQUENCES,
+    MOST_SPLIT_TILES,
+    MOST_WORK,
+    SegmentTable,
+    SegmentTableArguments,
+)
+from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_table
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
-from fa3.planning.ragged import RaggedPlan
+from fa3.planning.launch import Launch, template_of
+from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.schedules.joined import MultiSequenceTiles
+from fa3.schedules.marked import RecomputeRaggedTiles
+from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.split import RaggedSegments
 from fa3.schedules.stretches import BLOCKS_OF_TILE
+from fa3.scores.intervals import Intervals
+from fa3.scores.scores import Alibi, Softcap
 
 DENSE, PACKED, CACHE = "dense", "packed", "cache"  # kinds of calls: by their keys
 
@@ -83,11 +100,6 @@ class Signature:
     pack_gqa: bool | None = None
 
     @cached_property
-    def plan(self) -> RaggedPlan:
-        """The kernels that may have packed queries."""
-        return RaggedPlan(self.spec, self.has_used_q, self.has_used_k, self.gpu, self.cache)
-
-    @cached_property
     def short_limit(self) -> int:
         """The most queries of a short sequence; at least 1.
         Without heads to pack, more than one tile of rows is as much work for either kernel."""
@@ -116,12 +128,12 @@ class Signature:
             return self.call == PACKED and self.may_decode
         is_free = not (self.num_splits or self.batch_invariant or self.sm_margin)
         is_free = is_free and not (self.cache and self.cache.is_fp8)
-        return self.has_packed_queries and is_free and self.plan.finds_keys
+        return self.has_packed_queries and is_free and self.finds_keys
 
     @cached_property
     def shared_tiling(self) -> ForwardConfig | None:
         """The tiling of tiles that sequences share; None if they cannot."""
-        return self.plan.shared_config if self.call == PACKED and self.plan.may_share else None
+        return self.shared_config if self.call == PACKED and self.may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
         """Return the plan of all calls with packed keys with short sequences of so many queries.
@@ -145,13 +157,110 @@ class Signature:
     def names(self) -> list[str]:
         """The routes with kernels that packed keys may have, whatever the lengths are."""
         shared = [SHARED] * (self.shared_tiling is not None)
-        split = [SPLIT] * (self.may_split and self.plan.can_split)
+        split = [SPLIT] * (self.may_split and self.can_split)
         return [FORWARD, *shared, *split, *[DECODE, BOTH] * self.may_decode]
 
     @property
     def may_split(self) -> bool:
         """Whether tiles may be split, so that bits depend on what else is in the call."""
         return not (self.has_gradients or self.num_splits or self.batch_invariant)
+
+    # ---------------------------------------------------- the forward kernel on packed queries
+
+    @property
+    def config(self) -> ForwardConfig:
+        """The tiling for long sequences; it depends on the spec only, so no length compiles."""
+        tiling = general_tiling if self.cache is None else halved_tiling
+        return replace(tiling(self.spec), fixed_reference=takes_fixed_reference(self.spec))
+
+    @property
+    def finds_keys(self) -> bool:
+        """Whether the forward kernel can load its blocks from the cache."""
+        cache = self.cache
+        if cache is None or cache.batch_indexed or cache.left_padded:
+            return False
+        return cache.box(self.config.tile_n) > 0
+
+    @property
+    def may_share(self) -> bool:
+        """Whether sequences may share tiles: not where scores, a mask or dropout ask for a row's
+        place in its sequence, nor in FP8, whose scales are by sequence."""
+        spec = self.spec
+        of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
+        return not (of_rows or spec.has_dropout or spec.is_fp8)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether tiles can be split: without functions of the user's and without dropout."""
+        return not (self.spec.has_user_functions or self.spec.has_dropout)
+
+    @property
+    def shared_spec(self) -> AttentionSpec:
+        """What the kernel for shared tiles is compiled for: a table says what rows see."""
+        return replace(self.spec, mask=Intervals())
+
+    @property
+    def shared_config(self) -> ForwardConfig:
+        """The tiling of shared tiles: they are too short to gain by a fixed row max."""
+        return halved_tiling(self.shared_spec)
+
+    def kernels(self, splits: bool = False) -> tuple[Forward, ...]:
+        """The forward kernel for whole or for split tiles, then recompute if rows can fail."""
+        config = self.config
+        if splits and any(score.kind is Alibi for score in self.spec.scores):
+            # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
+            config = config.recompute
+        schedule = RaggedSegments if splits else RaggedTiles
+        kernel = Forward(self.spec, config, schedule, cache=self.cache)
+        if not config.fixed_reference:
+            return (kernel,)
+        return kernel, Forward(self.spec, config.recompute, RecomputeRaggedTiles, cache=self.cache)
+
+    def launches(self, splits: bool = False) -> list[Launch]:
+        """Return the launches of a call: tables, the forward kernel, recompute."""
+        config, window = self.config, self.window
+        kernel = TileTable(
+            config.tile_m, config.tile_n, self.spec.mask.band, self.has_used_q, self.has_used_k,
+            has_cache=self.cache is not None,
+        )  # fmt: skip
+        named = {
+            "window_left": window.left, "window_right": window.right, "num_ctas": self.gpu.num_sms,
+        }  # fmt: skip
+        table = Launch(kernel, template_of(TileTableArguments, **named))
+        if splits:
+            named["rows_of_section"] = self.rows_of_section
+            table = Launch(SegmentTable(kernel), template_of(SegmentTableArguments, **named))
+        return [table, *map(self.launch_of, self.kernels(splits))]
+
+    def shared_launches(self) -> list[Launch]:
+        """Return the launches of a call with shared tiles: their tables, the forward kernel, and
+        recompute for rows that are not finite, sequence by sequence."""
+        kind = self.spec.mask, self.has_used_q, self.has_used_k
+        table = MultiSequenceTable(self.shared_config.tile_m, *kind)
+        rows = {"window_left": self.window.left, "window_right": self.window.right}
+        shared = Forward(self.shared_spec, self.shared_config, MultiSequenceTiles)
+        again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
+        return [
+            Launch(table, template_of(MultiSequenceTableArguments, **rows)),
+            self.launch_of(shared),
+            self.launch_of(again),
+        ]
+
+    def launch_of(self, kernel: Forward) -> Launch:
+        """Return the launch of a forward kernel."""
+        template = template_of(
+            ForwardArguments,
+            window_left=self.window.left,
+            window_right=self.window.right,
+            heads_per_section=self.rows_of_section,
+            overlaps_decode=0,
+        )
+        return Launch(kernel, template)
+
+    @property
+    def rows_of_section(self) -> int:
+        """Rows of K and V of one head that fit in L2."""
+        return self.gpu.l2_bytes // self.spec.key_bytes
 
 
 class PackedSizes(NamedTuple):
@@ -235,11 +344,10 @@ def choose_dense(
 def kernels_of_packed(signature: Signature, name: str, most_queries: int = 1) -> list[Any]:
     """Return the kernels of a route of packed keys, in the order of their launches.
     Any `most_queries` has the same kernels, but many may take combine."""
-    plan, window = signature.plan, signature.window
     if name == SHARED:
-        return [launch.kernel for launch in plan.shared_launches(window)]
+        return [launch.kernel for launch in signature.shared_launches()]
     has_forward = name in (FORWARD, BOTH, SPLIT, BOTH_SPLIT)
-    launches = plan.launches(window, name in (SPLIT, BOTH_SPLIT)) if has_forward else []
+    launches = signature.launches(name in (SPLIT, BOTH_SPLIT)) if has_forward else []
     if name in (DECODE, BOTH, BOTH_SPLIT):
         attend, *merges = signature.decode_plan(most_queries, name != DECODE).launches
         launches = [*launches[:1], attend, *launches[1:], *merges]
@@ -310,8 +418,19 @@ def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
         signature.may_split
         and longest_q > ROWS
         and has_keys_to_split(signature, sizes)
-        and signature.plan.may_split(batch, heads, total_q, most_keys)
+        and has_few_tiles(signature, batch, heads, total_q, most_keys)
     )
+
+
+def has_few_tiles(
+    signature: Signature, batch: int, heads: int, total_q: int, most_keys: int
+) -> bool:
+    """Whether tiles of sequences with at most `most_keys` are so few that a GPU may split them."""
+    config, num_sms = signature.config, signature.gpu.num_sms
+    num_tiles = capacity_of_table(total_q, batch, config.tile_m) * heads
+    work = num_tiles * (-(-most_keys // config.tile_n) + BLOCKS_OF_TILE)
+    has_few = num_tiles <= num_sms <= MOST_SPLIT_TILES and batch <= MOST_SEQUENCES
+    return signature.can_split and has_few and work < MOST_WORK
 
 
 def queries_if_short_and_split(signature: Signature, sizes: PackedSizes) -> int:

@@ -1,7 +1,7 @@
 """Packed sequences on the CPU: each one runs through the plan that it would get as a batch of one.
 
 Their keys may be in a cache. On a GPU all of them run in one launch, by another plan
-(`fa3.planning.ragged`). Short ones may share tiles (`fa3.schedules.joined`): same tables, same
+(`fa3.planning.routes`). Short ones may share tiles (`fa3.schedules.joined`): same tables, same
 halves of tiles and key blocks as on a GPU. Every row of a half is multiplied with all keys that the
 half sees, so what is not finite in a value reaches rows of other sequences here too. As there,
 these rows are computed again, sequence by sequence.
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 
 from fa3.planning.planner import plan_forward
-from fa3.planning.ragged import RaggedPlan
-from fa3.planning.routes import PackedSizes
+from fa3.planning.routes import PackedSizes, Signature
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import Problem, Window
+from fa3.problem import Problem
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import steps
 from fa3.reference.walker import CPU, SequenceRows, Step, Walker
@@ -91,8 +90,7 @@ def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
 
 
 def execute_varlen(
-    plan: RaggedPlan,
-    window: Window,
+    signature: Signature,
     operands: RaggedOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
@@ -104,15 +102,13 @@ def execute_varlen(
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
 
     Args:
-        plan: of the call's spec.
-        window: keys that a query sees before and after its own position.
+        signature: of the call.
         operands: without cu_seqlens_k, k and v are a cache.
         softmax_scale, tensors, dropout, page_table, descales: see `fa3.reference.walker.Walker`.
         short_queries: sequences with so many queries or fewer are left out.
     """
-    walk = Walker(
-        plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table, descales
-    )
+    spec, window = signature.spec, signature.window
+    walk = Walker(spec, window, operands[:5], softmax_scale, tensors, dropout, page_table, descales)
     if operands.seqused_k is not None and operands.cu_seqlens_k is None:
         # The host may not have checked them.
         pages = 1 if page_table is None else page_table.shape[1]
@@ -123,7 +119,7 @@ def execute_varlen(
     sequences = operands.lengths.sequences()
     if operands.cu_seqlens_k is None:
         # Pages before the window may hold anything.
-        firsts = (plan.spec.mask.key_range(0, one.sequence(window))[0] for one in sequences)
+        firsts = (spec.mask.key_range(0, one.sequence(window))[0] for one in sequences)
         sequences = [
             one._replace(first_key=first) for one, first in zip(sequences, firsts, strict=True)
         ]
@@ -141,8 +137,7 @@ def attend_alone(walk: Walker, sequences: Iterable[SequenceRows]) -> None:
 
 
 def execute_joined(
-    plan: RaggedPlan,  # of the call's spec
-    window: Window,  # keys that a query sees before and after its own position
+    signature: Signature,
     operands: RaggedOperands,
     # softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
     softmax_scale: float,
@@ -150,14 +145,15 @@ def execute_joined(
 ) -> None:
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are."""
     q, k, v, out, lse = operands[:5]
-    rows = records_of_rows(plan, operands.lengths, window, len(q))
+    spec, window = signature.spec, signature.window
+    rows = records_of_rows(signature, operands.lengths, len(q))
     is_used = torch.tensor([row.is_used for row in rows[: len(q)]], device=CPU)
     results = torch.empty(out.shape, device=CPU), torch.empty(out.shape[1::-1], device=CPU)
-    walk = Walker(plan.spec, window, (q, k, v, *results), softmax_scale, tensors)
-    walk.run(steps_of_shared_tiles(plan, walk, rows))
+    walk = Walker(spec, window, (q, k, v, *results), softmax_scale, tensors)
+    walk.run(steps_of_shared_tiles(signature, walk, rows))
     is_marked = is_used[:, None] & ~results[0].isfinite().all(dim=2)
     again = torch.empty_like(out), torch.empty_like(results[1])
-    walk = Walker(plan.spec, window, (q, k, v, *again), softmax_scale, tensors)
+    walk = Walker(spec, window, (q, k, v, *again), softmax_scale, tensors)
     sequences = operands.lengths.sequences()
     failed = (x for x in sequences if is_marked[x.q.start : x.q.stop].any())
     attend_alone(walk, failed)
@@ -166,16 +162,19 @@ def execute_joined(
         lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
 
 
-def steps_of_shared_tiles(plan: RaggedPlan, walk: Walker, rows: list[RowRecord]) -> Iterator[Step]:
+def steps_of_shared_tiles(
+    signature: Signature, walk: Walker, rows: list[RowRecord]
+) -> Iterator[Step]:
     """Yield the work on every half of a tile, for each head, from the records of rows."""
     (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
+    tile_m, tile_n = signature.shared_config.tile_m, signature.shared_config.tile_n
     for begin in range(0, total_q, ROWS):
-        m_block = begin // plan.shared_config.tile_m
-        tile = MultiSequenceTile(total_q, record_of_tile(plan, m_block, rows, total_q, total_k))
+        m_block = begin // tile_m
+        tile = MultiSequenceTile(total_q, record_of_tile(tile_m, m_block, rows, total_q, total_k))
         end = min(begin + ROWS, total_q)
-        begin_k, tile_n = tile.record.begin_k, plan.shared_config.tile_n
+        begin_k = tile.record.begin_k
         first_key, end_key, *_ = (torch.tensor(rows[begin:end], device=CPU) - begin_k).unbind(1)
-        blocks = plan.shared_spec.mask.key_blocks(begin, ROWS, tile_n, tile)
+        blocks = signature.shared_spec.mask.key_blocks(begin, ROWS, tile_n, tile)
         keys = range(begin_k, begin_k + tile.seqlen_k)
         place = SequenceRows(tile.record.batch, range(total_q), keys)
         for head in range(heads):
@@ -185,26 +184,25 @@ def steps_of_shared_tiles(plan: RaggedPlan, walk: Walker, rows: list[RowRecord])
             )
 
 
-def records_of_rows(
-    plan: RaggedPlan, lengths: PackedLengths, window: Window, total_q: int
-) -> list[RowRecord]:
+def records_of_rows(signature: Signature, lengths: PackedLengths, total_q: int) -> list[RowRecord]:
     """The records of all rows of q, and of rows past the last one up to the end of its tile."""
     unused = RowRecord(0, 0, NO_SEQUENCE, 0)
-    rows = [unused] * (plan.num_shared_tiles(total_q) * plan.shared_config.tile_m)
+    window, tile_m = signature.window, signature.shared_config.tile_m
+    rows = [unused] * (-(-total_q // tile_m) * tile_m)
     for one in lengths.sequences():
         for query, row in enumerate(one.q):
-            first, end = keys_seen(query, one.sequence(window), one.k.start, plan.spec.mask)
+            first, end = keys_seen(query, one.sequence(window), one.k.start, signature.spec.mask)
             rows[row] = RowRecord(first, end, one.batch, query)
     return rows
 
 
 def record_of_tile(
-    plan: RaggedPlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
+    tile_m: int, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
 ) -> MultiSequenceRecord:
     """The record of a tile from the records of all rows."""
     firsts, ends, whole = [], [], 0
     for half in range(HALVES):
-        begin = m_block * plan.shared_config.tile_m + half * ROWS
+        begin = m_block * tile_m + half * ROWS
         seeing = [row for row in rows[begin : begin + ROWS] if row.first_key < row.end_key]
         firsts.append(min((row.first_key for row in seeing), default=total_k))
         ends.append(max((row.end_key for row in seeing), default=0))

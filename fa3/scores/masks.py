@@ -102,6 +102,11 @@ class Band:
         return cls(left=window.left != NO_BOUND, right=window.right != NO_BOUND)
 
     @property
+    def band(self) -> "Band":
+        """Itself: an `Intersection` has one."""
+        return self
+
+    @property
     def templates(self) -> tuple[Template, ...]:
         """What of it has tensors: nothing."""
         return ()

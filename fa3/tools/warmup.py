@@ -349,8 +349,7 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         heads = model.heads_q, model.heads_kv
         signature = Signature(CACHE, spec_of(model, tight), tight, *heads, H200, cache=cache)
         if signature.may_have_both:
-            plan = signature.plan
-            launches = plan.launches(tight) + plan.launches(tight, splits=True)
+            launches = signature.launches() + signature.launches(splits=True)
             yield from (one.kernel for one in launches)
             yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
