@@ -26,7 +26,7 @@ from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_dense, plan_forward
-from fa3.planning.routes import CACHE, PACKED, PackedSizes, Signature, choose_route
+from fa3.planning.routes import CACHE, PACKED, SHARED, PackedSizes, Signature, choose_route
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.reference.cache import HostAppend
@@ -187,13 +187,18 @@ def met(monkeypatch):
     def of_packed(signature, *rest, **options):
         found.update((launch.kernel, None) for launch in signature.launches())
 
-    def of_joined(signature, *rest):
-        found.update((launch.kernel, None) for launch in signature.shared_launches())
+    def of_route(call, operands, sizes, route, *rest):
+        if route.name == SHARED:
+            launches = call.signature.shared_launches()
+            found.update((launch.kernel, None) for launch in launches)
+        else:
+            attend_one_by_one(call, operands, sizes, route, *rest)
 
+    attend_one_by_one = PackedCall.attend_one_by_one
     monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
     monkeypatch.setattr(packed_calls, "execute_varlen", of_packed)
-    monkeypatch.setattr(packed_calls, "execute_joined", of_joined)
+    monkeypatch.setattr(PackedCall, "attend_one_by_one", of_route)
     monkeypatch.setattr(
         HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})
     )

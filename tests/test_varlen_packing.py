@@ -1,13 +1,12 @@
 """Short packed sequences that share tiles: which calls do, the tables, and attention."""
 
-import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from free_counters import used_counters
-from pairs import combine, pairs, places
+from pairs import pairs
 from score_problems import Recipe
 from varlen_problems import (
     WRONG_ENDS,
@@ -27,7 +26,6 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import packed_calls
 from fa3.planning.gpu import H200
 from fa3.planning.routes import (
     MOST_SHARED_TILE_KEYS,
@@ -40,7 +38,6 @@ from fa3.planning.tilings import TILINGS
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
-from fa3.reference import varlen
 from fa3.schedules.ragged import RaggedOrder
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
@@ -58,17 +55,10 @@ USED = replace(
 
 
 @pytest.fixture
-def walks(monkeypatch):
-    """Have all calls whose sequences may share tiles do so; return the walks that were made."""
-    made = []
+def sharing(device, monkeypatch) -> torch.device:
+    """Have all calls whose sequences may share tiles do so; the GPU that the test runs on."""
     share_tiles(monkeypatch, lambda signature, _: signature.shared_tiling is not None)
-
-    def walk(*given):
-        made.append(given)
-        varlen.execute_joined(*given)
-
-    monkeypatch.setattr(packed_calls, "execute_joined", walk)
-    return made
+    return device
 
 
 # -------------------------------------------------------------------------------------- results
@@ -88,20 +78,12 @@ def check(problem: VarlenProblem, where, seed: int = 0) -> None:
     check_call(problem, where, seed, few_keys=FEW_KEYS)
 
 
-@places(
-    "seed,family,longest",
-    cpu=[(seed, seed // 2, 40) for seed in range(60)],
-    gpu=[(seed, seed % FAMILIES, (16, 40, 64)[seed % 3]) for seed in range(3 * FAMILIES)],
-)
-def test_random_calls(seed, family, longest, where, walks):
+@pytest.mark.parametrize("seed", range(3 * FAMILIES))
+def test_random_calls(seed, sharing):
     """Rows that are not used are NaN, so many rows are marked and computed twice."""
-    problem = random_short_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest)
-    check(problem, where, seed)
-    if where == "cpu":
-        few = min(max(len(rows.k) for rows in problem.rows), len(make_call(problem)["q"]))
-        assert len(walks) == (few > 0 and any(rows.q for rows in problem.rows))
-    else:
-        assert not used_counters()
+    dtype, longest = ("bfloat16", "float16")[seed % 2], (16, 40, 64)[seed % 3]
+    check(random_short_problem(seed, dtype, seed % FAMILIES, longest), sharing, seed)
+    assert not used_counters()
 
 
 OPTIONS = [
@@ -122,43 +104,35 @@ OPTIONS = [
 
 @pytest.mark.parametrize("has_used", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options(has_used, options, where, walks):
+def test_options(has_used, options, sharing):
     """More queries than keys in some sequences, fewer in others."""
-    problem = USED if has_used else SHORT
-    if where != "cpu":
-        draw = random.Random(0)
-        lengths = [tuple(draw.randint(0, 40) for _ in range(200)) for _ in range(2)]
-        used = [tuple(draw.randint(-1, 50) for _ in range(200)) for _ in range(2)]
-        problem = VarlenProblem(*lengths, heads_kv=2)
-        if has_used:
-            problem = replace(problem, used_q=used[0], used_k=used[1], spare=70)
-    check(replace(problem, **options), where)
-    assert walks or where != "cpu"
+    draw = random.Random(0)
+    lengths = [tuple(draw.randint(0, 40) for _ in range(200)) for _ in range(2)]
+    used = [tuple(draw.randint(-1, 50) for _ in range(200)) for _ in range(2)]
+    problem = VarlenProblem(*lengths, heads_kv=2)
+    if has_used:
+        problem = replace(problem, used_q=used[0], used_k=used[1], spare=70)
+    check(replace(problem, **options), sharing)
 
 
-def test_rows_that_are_not_used_stay_as_they_are(walks, poisoned_memory):
-    call = make_call(USED)
-    given = torch.full((len(call["q"]), 4, 64), 7.0).bfloat16()
+def test_rows_that_are_not_used_stay_as_they_are(sharing, poisoned_memory):
+    call = make_call(USED, 0, sharing)
+    given = torch.full((len(call["q"]), 4, 64), 7.0, device=sharing).bfloat16()
     out, lse = fa3.flash_attn_varlen_func(**call, out=given, return_lse=True)
     check_varlen(USED, call, out, lse)
-    untouched = unused(USED, len(out))
+    untouched = unused(USED, len(out), sharing)
     assert untouched.any() and (out[untouched] == 7).all() and lse[:, untouched].isnan().all()
 
 
-@places(
-    "lengths,causal,head_dim",
-    cpu=itertools.product((MIXED[:68], EVEN[:20]), (False, True), (64,)),
-    gpu=combine([(MIXED, EVEN), (False, True), (64, 128, 256)]),
-)
-def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head_dim, where, walks):
+@pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
+def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head_dim, sharing):
     problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
-    check_beside_what_is_not_finite(problem, where)
+    check_beside_what_is_not_finite(problem, sharing)
 
 
-@places("lengths", cpu=[EVEN[:20]], gpu=[EVEN])
-def test_tiles_without_it_keep_their_bits(lengths, where, walks):
-    problem = VarlenProblem(lengths, lengths, heads_kv=2, causal=True)
-    call = make_call(problem, 0, where)
+def test_tiles_without_it_keep_their_bits(sharing):
+    problem = VarlenProblem(EVEN, EVEN, heads_kv=2, causal=True)
+    call = make_call(problem, 0, sharing)
     clean, clean_lse = attend(call)
     call["v"][problem.rows[-1].k.start] = torch.nan
     out, lse = attend(call)
@@ -170,8 +144,8 @@ def test_tiles_without_it_keep_their_bits(lengths, where, walks):
     assert torch.equal(out.nan_to_num(), again.nan_to_num())
 
 
-def test_gradients_of_sequences_that_share_tiles(walks, monkeypatch):
-    call = make_call(replace(SHORT, causal=True))
+def test_gradients_of_sequences_that_share_tiles(sharing, monkeypatch):
+    call = make_call(replace(SHORT, causal=True), 0, sharing)
     inputs = [call[name].requires_grad_() for name in "qkv"]
 
     def gradients():
@@ -181,7 +155,6 @@ def test_gradients_of_sequences_that_share_tiles(walks, monkeypatch):
     shared = gradients()
     share_tiles(monkeypatch, lambda *_: False)
     torch.testing.assert_close(shared, gradients(), rtol=0.02, atol=0.02)
-    assert len(walks) == 1
 
 
 # --------------------------------------------------------------------------------- which calls do
@@ -263,9 +236,9 @@ def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_s
 
 
 @pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
-def test_many_short_sequences(lengths, causal, head_dim, device, walks):
+def test_many_short_sequences(lengths, causal, head_dim, sharing):
     problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
-    check(problem, device)
+    check(problem, sharing)
 
 
 AROUND_TILES = (
@@ -276,21 +249,21 @@ AROUND_TILES = (
 
 
 @pytest.mark.parametrize("problem", AROUND_TILES)
-def test_rows_around_tiles_and_halves(problem, device, walks):
-    check(problem, device)
+def test_rows_around_tiles_and_halves(problem, sharing):
+    check(problem, sharing)
 
 
-def test_a_graph_serves_other_lengths(device, walks):
+def test_a_graph_serves_other_lengths(sharing):
     draw, total, problems = random.Random(0), 200 * 16, []
     for _ in range(3):
         lengths = tuple(draw.randint(0, 16) for _ in range(200))
         spare = total - sum(lengths)
         problems.append(VarlenProblem(lengths, lengths, spare=spare, causal=True, heads_kv=2))
-    check_graph(problems, device, every=50, max_seqlen_q=16, max_seqlen_k=16)
+    check_graph(problems, sharing, every=50, max_seqlen_q=16, max_seqlen_k=16)
 
 
 @pytest.mark.parametrize("ends", WRONG_ENDS)
-def test_wrong_lengths_touch_nothing_outside(ends, device, walks):
-    call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
+def test_wrong_lengths_touch_nothing_outside(ends, sharing):
+    call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, sharing)
     call["v"][::7] = torch.nan
     check_wrong_ends(call, ends)

@@ -47,7 +47,7 @@ from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.dropout import DropoutArguments
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import RaggedOperands, execute_joined, execute_varlen
+from fa3.reference.varlen import RaggedOperands, execute_varlen
 from fa3.running.compiler import load_kernel
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS
@@ -257,14 +257,12 @@ class PackedCall:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if signature.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
-        elif route.name != SHARED:
+        elif route.name == SHARED and self.shared is not None:
+            with_device(operands.q.device, self.shared.launch, operands, sizes, tensors, scale)
+        else:
             self.attend_one_by_one(
                 operands, sizes, route, tensors, scale, dropout, tables, descales
             )
-        elif self.shared is None:
-            execute_joined(signature, operands, scale, tensors)
-        else:
-            with_device(operands.q.device, self.shared.launch, operands, sizes, tensors, scale)
 
     def attend_one_by_one(
         self,
@@ -290,7 +288,7 @@ class PackedCall:
         on_gpu = self.alone is not None
         if start is not None and not (on_gpu and has_long):
             start()()
-        if has_long and not on_gpu:
+        if not on_gpu and (has_long or route.name == SHARED):
             pages = tables.page_table
             execute_varlen(self.signature, operands, scale, tensors, dropout, most, pages, descales)
         elif has_long:

@@ -1,29 +1,22 @@
 """Packed sequences on the CPU: each one runs through the plan that it would get as a batch of one.
 
 Their keys may be in a cache. On a GPU all of them run in one launch, by another plan
-(`fa3.planning.routes`). Short ones may share tiles (`fa3.schedules.joined`): same tables, same
-halves of tiles and key blocks as on a GPU. Every row of a half is multiplied with all keys that the
-half sees, so what is not finite in a value reaches rows of other sequences here too. As there,
-these rows are computed again, sequence by sequence.
+(`fa3.planning.routes`), and short ones may share tiles (`fa3.schedules.joined`).
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import PackedSizes, Signature
-from fa3.primitives.wgmma import ROWS
 from fa3.problem import Problem
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import steps
-from fa3.reference.walker import CPU, SequenceRows, Step, Walker
-from fa3.schedules.joined import HALVES, MultiSequenceRecord, MultiSequenceTile, keys_seen
-from fa3.schedules.segment import Segment, Tile
+from fa3.reference.walker import SequenceRows, Walker
 from fa3.schedules.sequences import capacity_of
-from fa3.scores.intervals import NO_SEQUENCE, RowRecord
 
 
 class PackedLengths(NamedTuple):
@@ -134,77 +127,3 @@ def attend_alone(walk: Walker, sequences: Iterable[SequenceRows]) -> None:
         sizes = 1, len(one.q), len(one.k), heads_kv, heads_q // heads_kv
         problem = Problem(walk.spec, *sizes, walk.window)
         walk.run(steps(plan_forward(problem), walk.tensors, [one]))
-
-
-def execute_joined(
-    signature: Signature,
-    operands: RaggedOperands,
-    # softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
-    softmax_scale: float,
-    tensors: tuple[torch.Tensor, ...] | None = None,
-) -> None:
-    """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are."""
-    q, k, v, out, lse = operands[:5]
-    spec, window = signature.spec, signature.window
-    rows = records_of_rows(signature, operands.lengths, len(q))
-    is_used = torch.tensor([row.is_used for row in rows[: len(q)]], device=CPU)
-    results = torch.empty(out.shape, device=CPU), torch.empty(out.shape[1::-1], device=CPU)
-    walk = Walker(spec, window, (q, k, v, *results), softmax_scale, tensors)
-    walk.run(steps_of_shared_tiles(signature, walk, rows))
-    is_marked = is_used[:, None] & ~results[0].isfinite().all(dim=2)
-    again = torch.empty_like(out), torch.empty_like(results[1])
-    walk = Walker(spec, window, (q, k, v, *again), softmax_scale, tensors)
-    sequences = operands.lengths.sequences()
-    failed = (x for x in sequences if is_marked[x.q.start : x.q.stop].any())
-    attend_alone(walk, failed)
-    out[is_used] = torch.where(is_marked[..., None], again[0], results[0].to(out.dtype))[is_used]
-    if lse is not None:
-        lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
-
-
-def steps_of_shared_tiles(
-    signature: Signature, walk: Walker, rows: list[RowRecord]
-) -> Iterator[Step]:
-    """Yield the work on every half of a tile, for each head, from the records of rows."""
-    (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
-    tile_m, tile_n = signature.shared_config.tile_m, signature.shared_config.tile_n
-    for begin in range(0, total_q, ROWS):
-        m_block = begin // tile_m
-        tile = MultiSequenceTile(total_q, record_of_tile(tile_m, m_block, rows, total_q, total_k))
-        end = min(begin + ROWS, total_q)
-        begin_k = tile.record.begin_k
-        first_key, end_key, *_ = (torch.tensor(rows[begin:end], device=CPU) - begin_k).unbind(1)
-        blocks = signature.shared_spec.mask.key_blocks(begin, ROWS, tile_n, tile)
-        keys = range(begin_k, begin_k + tile.seqlen_k)
-        place = SequenceRows(tile.record.batch, range(total_q), keys)
-        for head in range(heads):
-            segment = Segment(Tile(begin // ROWS, head, tile.record.batch))
-            yield Step(
-                segment, place, range(begin, end), head, blocks, tile_n, seen=(first_key, end_key)
-            )
-
-
-def records_of_rows(signature: Signature, lengths: PackedLengths, total_q: int) -> list[RowRecord]:
-    """The records of all rows of q, and of rows past the last one up to the end of its tile."""
-    unused = RowRecord(0, 0, NO_SEQUENCE, 0)
-    window, tile_m = signature.window, signature.shared_config.tile_m
-    rows = [unused] * (-(-total_q // tile_m) * tile_m)
-    for one in lengths.sequences():
-        for query, row in enumerate(one.q):
-            first, end = keys_seen(query, one.sequence(window), one.k.start, signature.spec.mask)
-            rows[row] = RowRecord(first, end, one.batch, query)
-    return rows
-
-
-def record_of_tile(
-    tile_m: int, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
-) -> MultiSequenceRecord:
-    """The record of a tile from the records of all rows."""
-    firsts, ends, whole = [], [], 0
-    for half in range(HALVES):
-        begin = m_block * tile_m + half * ROWS
-        seeing = [row for row in rows[begin : begin + ROWS] if row.first_key < row.end_key]
-        firsts.append(min((row.first_key for row in seeing), default=total_k))
-        ends.append(max((row.end_key for row in seeing), default=0))
-        whole |= all(row.is_used for row in rows[begin : min(begin + ROWS, total_q)]) << half
-    return MultiSequenceRecord.of(m_block, tuple(firsts), tuple(ends), whole)

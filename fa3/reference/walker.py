@@ -1,6 +1,6 @@
 """The walker: attention and its gradients on the CPU, segment by segment in torch.
 
-`fa3.reference.forward`, `cache` and `joined` turn the segments of a plan into steps: rows that
+`fa3.reference.forward` and `cache` turn the segments of a plan into steps: rows that
 attend to key blocks. `Walker.run` computes them as a kernel does, with online softmax in base 2 and
 fp32 sums, and merges the parts of tiles. `fa3.reference.backward` lets query blocks pass key tiles.
 Both passes compute a block's scores in `Walker.logits`, and both round P to the input dtype.
@@ -147,8 +147,6 @@ class Step(NamedTuple):
     cluster: int = 0
     rank: int = 0
     heads: int = 1  # query heads that take turns in the rows; all of a key/value head, or one
-    # The first key that each row sees, and the end, where the mask does not say it.
-    seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Walker:
@@ -190,7 +188,7 @@ class Walker:
         """Write the output and the log-sum-exp of the rows of all steps."""
         parts: dict[tuple, dict[int, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
         for step in steps:
-            rows, part = self.rows(*step[1:4], step.heads, step.seen), step.segment.part
+            rows, part = self.rows(*step[1:4], step.heads), step.segment.part
             tile = parts[step.segment.tile, step.rank]
             tile[part.slot] = self.attend(step, rows)
             if len(tile) < part.num_parts:
@@ -205,19 +203,11 @@ class Walker:
                 self.lse[batch, head, row] = lse
             del parts[step.segment.tile, step.rank]
 
-    def rows(
-        self,
-        place: SequenceRows,
-        numbers: range,
-        head: int,
-        heads: int = 1,
-        seen: tuple | None = None,
-    ) -> BlockRows:
+    def rows(self, place: SequenceRows, numbers: range, head: int, heads: int = 1) -> BlockRows:
         """The rows of a sequence with these numbers; the arguments are as in `Step`."""
         number = torch.arange(numbers.start, numbers.stop, device=CPU)
         query, turn = number // heads, number % heads
-        if seen is None:
-            seen = self.mask.key_range(query.numpy(), place.sequence(self.window))
+        seen = self.mask.key_range(query.numpy(), place.sequence(self.window))
         first, end = (torch.as_tensor(x, device=CPU).expand(len(query))[:, None] for x in seen)
         index: Any = head if heads == 1 else head * heads + turn
         column = index if heads == 1 else index[:, None]
