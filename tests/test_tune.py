@@ -64,7 +64,7 @@ class Compiler:
         self.on_disk, self.asked = set(), []
         self.broken = lambda kernel: False
 
-    def compile_all(self, kernels, processes, progress) -> None:
+    def compile_all(self, kernels) -> None:
         self.asked += kernels
         self.on_disk |= {kernel for kernel in kernels if not self.broken(kernel)}
 

@@ -40,8 +40,8 @@ from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 from fa3.tools import compile_pool
 from fa3.tools import warmup as module
-from fa3.tools.compile_pool import CompilePool
-from fa3.tools.models import CALLS, CAUSAL, MOST_HEADS, PRESETS, Model, model_of, sliding
+from fa3.tools.compile_pool import compile_all
+from fa3.tools.models import CALLS, CAUSAL, MOST_HEADS, PRESETS, Model, preset_of, sliding
 
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
 
@@ -112,7 +112,6 @@ def test_presets_are_models_that_can_be_run():
     for model in PRESETS.values():
         model.check()
     assert PRESETS["mistral-7b"].windows == (Window(4095, 0),) == (sliding(4096),)
-    assert model_of("gpt-oss", "fp16").dtype == "float16"
 
 
 SIZES = {"heads": (2, 2), "head_dim": 64}
@@ -121,24 +120,23 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
 @pytest.mark.parametrize(
     ("error", "options", "message"),
     [
-        (ValueError, {"heads": None}, "heads and head_dim must be given, .* got heads None and"),
+        (ValueError, {"heads": None}, "heads and head_dim must be given, or a preset"),
         (ValueError, {"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
-        (ValueError, {"preset": "gpt-oss", "head_dim": 64}, "says .* with head_dim=64 .--head-dim"),
-        (ValueError, {"preset": "gpt-oss", "causal": False}, "not go with causal=False .--full.$"),
-        (ValueError, {"preset": "gpt-oss", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.*"),
-        (ValueError, {"heads": (3, 2)}, "heads must be .* got 3,2"),
-        (ValueError, {"heads": (10**11, 1)}, "heads must be at most 1024 .* got 1000"),
+        (ValueError, {"preset": "gpt-oss", "heads": (3, 2)}, "heads must be .* got .3, 2."),
+        (ValueError, {"preset": "gpt-oss", "rotary_dtype": "fp16"}, "rotary_dtype must be of .*'f"),
+        (ValueError, {"heads": (3, 2)}, "heads must be .* got .3, 2."),
+        (ValueError, {"heads": (10**11, 1)}, "heads must be up to 1024 .* got .1000"),
         (ValueError, {"heads": (2,)}, "heads must be two integers .* got .2,."),
-        (ValueError, {"head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
-        (ValueError, {"head_dim_v": 512}, "head_dim_v must be .* got 512"),
-        (ValueError, {"dtype": "fp8"}, "dtype must be bf16 or fp16"),
+        (ValueError, {"head_dim": 100}, "head_dim 100, .* multiples of 8 up to 256"),
+        (ValueError, {"head_dim_v": 512}, "v has head_dim 512"),
+        (ValueError, {"dtype": "fp8"}, "dtype must be one of .* 'fp8'"),
         (ValueError, {"window_size": (-2, 0)}, "window_size must be two"),
         (ValueError, {"softcap": -1.0}, "softcap must be 0 .* got -1.0"),
-        (ValueError, {"rotary": "all"}, "rotary must be one of .* 'all'"),
+        (ValueError, {"rotary": "all"}, "rotary must be of .* 'all'"),
         (ValueError, {"head_dim": 72}, "rotary must be 'none' with head_dim 72"),
         (ValueError, {"page_sizes": (-1,)}, "page_sizes must be 0 or more"),
-        (ValueError, {"calls": ("vllm",)}, "calls must be .* got .'vllm'"),
-        (ValueError, {"calls": ("paged",), "page_sizes": (0,)}, "page_sizes must .* got .0,."),
+        (ValueError, {"calls": ("vllm",)}, "calls must be of .* got 'vllm'"),
+        (ValueError, {"calls": ("paged",), "page_sizes": (0,)}, "calls and page_sizes must .* .0,"),
         (ValueError, {"processes": 0}, "processes must be 1 or more, got 0"),
         *((TypeError, {name: value}, f"^{name} must be ") for name, value in (
             ("heads", "2,2"), ("head_dim_v", True), ("window_size", (1.5, 0)),
@@ -151,6 +149,18 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
 def test_wrong_options_are_explained(error, options, message):
     with pytest.raises(error, match=message):
         fa3.warmup(**options if "preset" in options else SIZES | options)
+
+
+def test_options_go_before_what_a_preset_says(monkeypatch):
+    models = []
+    monkeypatch.setattr(module, "kernels_of", lambda model, *rest: models.append(model) or SMALL)
+    options = {"heads": (8, 1), "head_dim": 128, "dtype": "fp16", "softcap": 20.0, "sinks": True}
+    fa3.warmup(preset="gemma2-9b", window_size=(99, 9), cache_dtype="fp8", dry_run=True, **options)
+    fa3.warmup(preset="gemma2-9b", causal=False, dry_run=True)
+    assert models == [
+        Model(8, 1, 128, 128, "float16", (Window(99, 0),), 20.0, True, True),
+        replace(PRESETS["gemma2-9b"], windows=(Window(),)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +245,7 @@ def test_the_command_line_says_what_the_call_says(arguments, options, monkeypatc
 
     def warmup(**named):
         calls.append(named)
-        return module.Warmup(SMALL, SMALL[:1], 1, 3.2)
+        return module.Warmup(SMALL, SMALL[:1], 3.2)
 
     monkeypatch.setattr(module, "warmup", warmup)
     main(["compile", *arguments.split()])
@@ -249,10 +259,10 @@ def test_kernels_are_compiled_once_in_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "kernels_of", lambda *arguments: SMALL)
     monkeypatch.setattr("fa3.running.compiler.compiled", lambda *_: pytest.fail("compiles here"))
     first = fa3.warmup((2, 1), 64, processes=2)
-    assert (first.compiled, first.present, first.kernels) == (2, 0, SMALL)
+    assert first.kernels == first.absent == SMALL
     assert len(list(tmp_path.glob("*.o"))) == 2
     again = fa3.warmup((2, 1), 64)
-    assert (again.compiled, again.present) == (0, 2)
+    assert (again.kernels, again.absent) == (SMALL, ())
     assert callable(compiler.from_disk(SMALL[0]))
 
 
@@ -316,20 +326,23 @@ def started(monkeypatch) -> list[subprocess.Popen]:
     return processes
 
 
-def test_a_process_that_dies_of_a_kernel_is_followed_by_another(started):
-    with CompilePool(["a", "deadly", "b"], 1) as pool:
-        assert [pool.next_done() for _ in range(3)] == ["a", "deadly", "b"]
-        assert pool.tried.empty()
+def test_a_process_that_dies_of_a_kernel_is_followed_by_another(started, capsys, monkeypatch):
+    monkeypatch.setattr(compile_pool, "describe_kernel", str)
+    compile_all(["a", "deadly", "b"], 1)
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in printed] == ["a", "deadly", "b"]
     assert len(started) == 2
 
 
-def test_what_is_not_done_is_given_up(started):
-    with pytest.raises(KeyboardInterrupt), CompilePool(["slow", "fast", "slow", "b"], 2) as pool:
-        assert pool.next_done() == "fast"
-        assert pool.tried.empty()
+def test_what_is_not_done_is_given_up(started, monkeypatch):
+    def interrupted(kernel):
+        assert kernel == "fast"
         raise KeyboardInterrupt
-    assert list(pool.waiting) == ["b"] and len(started) == 2
-    assert all(process.returncode for process in started)
+
+    monkeypatch.setattr(compile_pool, "describe_kernel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_all(["slow", "fast", "slow", "b"], 2)
+    assert len(started) == 2 and all(process.returncode for process in started)
 
 
 def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys):
@@ -433,9 +446,7 @@ BERT = {"model_type": "bert", "num_attention_heads": 12, "hidden_size": 768}
 def test_a_config_json_is_a_preset(tmp_path, config, model):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert model_of(path) == model
-    half = model_of(str(path), "fp16")
-    assert half == replace(model, dtype="float16")
+    assert preset_of(path) == preset_of(str(path)) == model
 
 
 SLIDING = LLAMA | {"sliding_window": 9}
@@ -444,20 +455,21 @@ SLIDING = LLAMA | {"sliding_window": 9}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "preset must be a model's config.json, got .*No such file"),
-        ("{", "preset must be a model's config.json"),
-        ("[" * 100_000, "preset must be a model's config.json, got .* recursion"),
-        (BERT, "of a causal decoder, got .* of 'bert': .*causal=False.*--full"),
-        ({"num_attention_heads": "8"}, "integer 'num_attention_heads', got '8'"),
-        (LLAMA | {"torch_dtype": "float32"}, "dtype must be bf16 or fp16"),
-        (LLAMA | {"hidden_size": 32 * 512}, "head_dim must be a multiple of 8 up to"),
-        (SLIDING | {"layer_types": ["chunked"]}, "must have layer_types of .* got 'chunked'"),
-        (SLIDING | {"layer_types": ["conv"]}, "must have layer_types of .* got none of them"),
-        (SLIDING | {"layer_types": 5}, "a list 'layer_types', got 5"),
-        (LLAMA | {"sliding_window": "9"}, "an integer 'sliding_window', got '9'"),
-        (LLAMA | {"attn_logit_softcapping": [1]}, "number 'attn_logit_softcapping'"),
-        (LLAMA | {"attn_logit_softcapping": 10**400}, "has a softcap above 3.4e"),
-        (LLAMA | {"text_config": [1]}, r"an object 'text_config', got \[1\]"),
+        (None, "preset must be the config.json .* got .*No such file"),
+        ("{", "preset must be the config.json"),
+        ("[" * 100_000, "preset must be the config.json .* recursion"),
+        (BERT, "of a causal decoder, got .* a 'bert' hides no keys.*causal=False.*--full"),
+        ({"num_attention_heads": "8"}, "'num_attention_heads' as int, got '8'"),
+        (LLAMA | {"torch_dtype": "float32"}, "dtype must be one of .*, got 'float32'"),
+        (LLAMA | {"hidden_size": 32 * 512}, "head_dim 512, .* multiples of 8 up to"),
+        (SLIDING | {"layer_types": ["chunked"]}, "layers must have one of .* got .'chunked'"),
+        (SLIDING | {"layer_types": ["conv"]}, "layers must have one of .* got .'conv'"),
+        (SLIDING | {"layer_types": 5}, "'layer_types' as list, got 5"),
+        (LLAMA | {"sliding_window": -9}, "layers must have one of"),
+        (LLAMA | {"sliding_window": "9"}, "'sliding_window' as int, got '9'"),
+        (LLAMA | {"attn_logit_softcapping": [1]}, "'attn_logit_softcapping' as int . float"),
+        (LLAMA | {"attn_logit_softcapping": 10**400}, "softcap must be .* got inf"),
+        (LLAMA | {"text_config": [1]}, "'list' object is not a mapping"),
     ],
 )
 def test_a_config_json_that_does_not_do_is_refused(tmp_path, config, message, capsys):
@@ -474,4 +486,4 @@ def test_a_config_json_that_does_not_do_is_refused(tmp_path, config, message, ca
 def test_a_closed_standard_error_is_no_error(monkeypatch):
     """As in `python -m fa3 compile ... 2>&-`; Python has no object for it then."""
     monkeypatch.setattr(sys, "stderr", None)
-    module.compile_all((), 1, progress=True)
+    compile_all((), 1)

@@ -149,7 +149,9 @@ def add_compile(commands) -> None:
 """.lstrip("\n"),
     )
     presets = f"one of {', '.join(PRESETS)}, or the path of a model's config.json"
-    presets += ", taken as a causal decoder; a preset also says the mask, softcap and sinks"
+    presets += (
+        ", taken as a causal decoder; it says the sizes, mask, softcap and sinks that are not named"
+    )
     add_option(model, "--preset", preset, presets)
     add_option(model, "--heads", head_counts, "query heads, and key/value heads")
     add_option(model, "--head-dim", int, "columns of q and k")

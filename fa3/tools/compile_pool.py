@@ -1,4 +1,4 @@
-"""Compiles kernels in other processes, and reports each kernel that is done.
+"""Compiles kernels in other processes, into the cache on disk.
 
 A worker is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
 spawns would run the caller's script again. Kernels come pickled through its standard input; each is
@@ -10,13 +10,15 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
 
+from fa3.planning.kernel_names import describe_kernel
+from fa3.running.code_cache import cache_dir, check_can_keep
 from fa3.running.compiler import ARCH, Kernel, object_code
 
 ROOT = str(Path(__file__).parents[2])
@@ -25,61 +27,58 @@ PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_pool impo
 """Runs this very package, wherever it is."""
 
 
-class CompilePool:
-    """Compiles kernels in so many processes, the first ones first, inside of its `with`.
+def check_folder() -> None:
+    """Raise RuntimeError, before anything is compiled, if no kernel can be kept."""
+    folder = cache_dir()
+    try:
+        check_can_keep(folder)
+    except OSError as error:
+        raise RuntimeError(
+            f"kernels cannot be kept in {folder}: {error.strerror}. Set FA3_CACHE_DIR to a folder "
+            "of your own"
+        ) from error
 
-    A thread waits for each process. What is not done at the end stays in `waiting`; the processes
-    are killed, which leaves nothing broken on disk.
-    """
 
-    def __init__(self, kernels: Iterable[Kernel], processes: int) -> None:
-        self.waiting = deque(kernels)
-        self.tried: SimpleQueue[Kernel] = SimpleQueue()
-        self.workers: list[subprocess.Popen] = []
-        self.is_open, self.lock = True, Lock()
-        count = min(processes, len(self.waiting))
-        self.threads = [Thread(target=self.compile_waiting, daemon=True) for _ in range(count)]
+def compile_all(
+    kernels: Sequence[Kernel], processes: int | None = None, progress: bool = True
+) -> None:
+    """Have kernels compiled by so many processes, or one a core; print each that was tried.
+    Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
+    processes are killed, which leaves nothing broken on disk."""
+    begin, total = time.perf_counter(), len(kernels)
+    count = min(processes or len(os.sched_getaffinity(0)), total)
+    workers = [start_worker() for _ in range(count)]
+    idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
 
-    def __enter__(self) -> "CompilePool":
-        for thread in self.threads:
-            thread.start()
-        return self
+    def try_kernel(kernel: Kernel) -> Kernel:
+        worker = idle.get()
+        if worker.poll() is not None:
+            worker = start_worker()
+            workers.append(worker)
+        send(worker, kernel)
+        idle.put(worker)
+        return kernel
 
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.is_open = False
-        for worker in self.workers:
+    threads = ThreadPoolExecutor(max(1, count))
+    try:
+        futures = [threads.submit(try_kernel, kernel) for kernel in kernels]
+        for done, future in enumerate(as_completed(futures), 1):
+            if progress and sys.stderr is not None:
+                clock = f"{done} of {total} kernels, {time.perf_counter() - begin:.0f} s"
+                print(f"{clock}: {describe_kernel(future.result())}", file=sys.stderr, flush=True)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
             worker.kill()
-        for thread in self.threads:
-            thread.join()
-        for worker in self.workers:
+        threads.shutdown()
+        for worker in workers:
             worker.communicate()
-
-    def next_done(self) -> Kernel:
-        """Wait for a kernel that was tried; whether it is on disk tells if that went well."""
-        return self.tried.get()
-
-    def compile_waiting(self) -> None:
-        """Have waiting kernels compiled, one after another; each thread does this."""
-        worker = None
-        while self.is_open:
-            try:
-                kernel = self.waiting.popleft()
-            except IndexError:
-                return
-            if worker is None:
-                with self.lock:
-                    if not self.is_open:
-                        return
-                    worker = start_worker()
-                    self.workers.append(worker)
-            if not has_tried(worker, kernel):
-                worker = None
-            self.tried.put(kernel)
 
 
 def start_worker() -> subprocess.Popen:
-    """A process that compiles what it is sent."""
+    """Start a process that compiles what it is sent."""
     # It needs no GPU, so it shall not take memory of one. Where GPUs are hidden the DSL looks for
     # one 281 times a kernel, unless the environment names the architecture.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": ARCH}
@@ -93,13 +92,14 @@ def start_worker() -> subprocess.Popen:
     )
 
 
-def has_tried(worker: subprocess.Popen, kernel: Kernel) -> bool:
-    """Have a kernel compiled; whether the process still runs afterwards."""
+def send(worker: subprocess.Popen, kernel: Kernel) -> None:
+    """Have a process compile a kernel; wait until it has, or has died of it."""
     assert worker.stdin and worker.stdout, "they were asked for"
     with contextlib.suppress(BrokenPipeError):
         pickle.dump(kernel, worker.stdin)
         worker.stdin.flush()
-    return bool(worker.stdout.readline())
+    if not worker.stdout.readline():
+        worker.wait()
 
 
 def serve() -> None:

@@ -1,7 +1,6 @@
 """`fa3 tune`: measures the planner's best plans of some shapes, and keeps the fastest of each."""
 
 import argparse
-import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +19,10 @@ from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
 from fa3.problem import AttentionSpec, Problem
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.scores.masks import Band
+from fa3.tools.compile_pool import check_folder, compile_all
 from fa3.tools.plan_command import problem_of_shape
 from fa3.tools.recording import device_here, random_operands
 from fa3.tools.timing import Regime, make_runner, run_rounds
-from fa3.tools.warmup import check_folder, compile_all
 
 AnyPlan = Plan | GroupedPlan
 
@@ -65,7 +64,7 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
     check_folder()
     kernels = dict.fromkeys(kernel for some in plans.values() for kernel in kernels_of_plans(some))
     absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
-    compile_all(absent, len(os.sched_getaffinity(0)), progress=True)
+    compile_all(absent)
     for problem, some in plans.items():
         ready = [plan for plan in some if all(map(is_on_disk, kernels_of_plans([plan])))]
         if not ready:

@@ -8,12 +8,11 @@ disk. No GPU is needed.
 import argparse
 import contextlib
 import itertools
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,15 +27,15 @@ from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import CACHE, PACKED, Signature, kernels_of_packed
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import AttentionSpec, Problem, Window
-from fa3.running.code_cache import cache_dir, check_can_keep, is_unchanged
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.running.code_cache import cache_dir, is_unchanged
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.settings import check_settings
-from fa3.tools.compile_pool import CompilePool
+from fa3.tools.compile_pool import check_folder, compile_all
 from fa3.tools.models import (
     CACHE_DTYPES,
     CALLS,
@@ -44,7 +43,7 @@ from fa3.tools.models import (
     ROTARIES,
     SHORT_DTYPES,
     Model,
-    model_of,
+    preset_of,
 )
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -65,36 +64,26 @@ class Warmup:
 
     Fields:
         kernels: all that the model can need.
-        absent: which of them were not on disk before.
-        compiled: how many of them were compiled; none in a dry run.
+        absent: which of them were not on disk before, and were compiled.
         seconds: what that took.
         is_dry_run: whether nothing was to be compiled; then printing lists the kernels.
     """
 
     kernels: tuple[Kernel, ...]
     absent: tuple[Kernel, ...]
-    compiled: int
     seconds: float
     is_dry_run: bool = False
 
-    @property
-    def present(self) -> int:
-        """How many kernels were on disk before."""
-        return len(self.kernels) - len(self.absent)
-
     def __str__(self) -> str:
+        count, absent = len(self.kernels), len(self.absent)
         if not self.is_dry_run:
-            return (
-                f"{len(self.kernels)} kernels: {self.present} were on disk, {self.compiled} "
-                f"compiled, in {self.seconds:.0f} s"
-            )
-        absent = set(self.absent)
-        lines = [
-            f"{'to compile' if kernel in absent else 'on disk':11} {describe_kernel(kernel)}"
+            done = f"{count - absent} were on disk, {absent} compiled, in {self.seconds:.0f} s"
+            return f"{count} kernels: {done}"
+        lines = (
+            f"{'to compile' if kernel in self.absent else 'on disk':11} {describe_kernel(kernel)}\n"
             for kernel in self.kernels
-        ]
-        total = f"{len(self.kernels)} kernels: {self.present} on disk, {len(absent)} to compile"
-        return "\n".join([*lines, total])
+        )
+        return f"{''.join(lines)}{count} kernels: {count - absent} on disk, {absent} to compile"
 
 
 def warmup(
@@ -128,9 +117,8 @@ def warmup(
     Args:
         heads: (heads_q, heads_kv).
         head_dim: columns of q and k.
-        preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`,
-            instead of its sizes, mask, softcap and sinks. A `config.json` is taken as a causal
-            decoder's.
+        preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`
+            of a causal decoder. It says sizes, mask, softcap and sinks; other options go first.
         head_dim_v: columns of v; head_dim if not given.
         dtype: bfloat16 or float16, also bf16 or fp16; by default the dtype of a
             `config.json`, or else bfloat16.
@@ -153,44 +141,50 @@ def warmup(
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option has a wrong value, or sizes are given together with a preset.
+        ValueError: an option has a wrong value, or neither sizes nor a preset are given.
         RuntimeError: kernels could not be compiled, or not be kept; what was printed says why.
     """
     check_settings()
     begin = time.perf_counter()
-    calls, page_sizes = as_calls(calls), integers("page_sizes", page_sizes, 0)
-    processes = None if processes is None else integer("processes", processes, 1)
-    is_causal = flag("causal", causal)
-    model = model_of(
-        preset,
-        None if dtype is None else name_of_dtype(dtype),
-        heads=None if heads is None else as_heads(heads),
-        head_dim=None if head_dim is None else integer("head_dim", head_dim),
-        head_dim_v=None if head_dim_v is None else integer("head_dim_v", head_dim_v),
-        causal=False if window_size is None and not is_causal else None,
-        window_size=None if window_size is None else check_window(as_pair(window_size), is_causal),
+    model = preset_of(preset) if preset is not None else None
+    causal, window = flag("causal", causal), None
+    head_dim = None if head_dim is None else integer("head_dim", head_dim)
+    if window_size is not None or not causal:
+        window = check_window(as_pair(window_size or (NO_BOUND, NO_BOUND)), causal)
+    counts = (None, None) if heads is None else integers("heads", heads)
+    if len(counts) != 2:
+        raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
+    model = changed(
+        model,
+        heads_q=counts[0],
+        heads_kv=counts[1],
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else integer("head_dim_v", head_dim_v),
+        dtype=None if dtype is None else name_of_dtype(dtype),
+        windows=window and (window,),
         softcap=real("softcap", softcap) or None,
         sinks=flag("sinks", sinks) or None,
+        has_fp8_cache=one_of("cache_dtype", cache_dtype, CACHE_DTYPES) == "fp8" or None,
     )
-    if cache_dtype not in CACHE_DTYPES:
-        raise ValueError(f"cache_dtype must be one of {CACHE_DTYPES}, got {cache_dtype!r}")
-    model = replace(model, has_fp8_cache=cache_dtype == "fp8")
-    model.check()
+    if isinstance(calls, str) or not isinstance(calls, Iterable):
+        raise TypeError(f"calls must be a tuple or list of names, got {shown(calls)}")
+    calls = tuple(one_of("calls", call, CALLS) for call in calls)
+    page_sizes = integers("page_sizes", page_sizes, 0)
     tables = None if rotary_dtype is None else name_of_dtype(rotary_dtype)
     embedding = rotary_of(model, rotary, tables)
+    processes = None if processes is None else integer("processes", processes, 1)
     kernels = tuple(dict.fromkeys(kernels_of(model, calls, page_sizes, embedding)))
     if not kernels:
         raise ValueError(
-            f"page_sizes must have a size for calls {calls}, got {page_sizes}: 'paged' takes 1 or "
-            "more, 'cache' also 0"
+            f"calls and page_sizes must ask for a kernel, got {calls} and {page_sizes}: 'paged' "
+            "takes page sizes of 1 or more, 'cache' also 0"
         )
     absent = tuple(kernel for kernel in kernels if not is_on_disk(kernel))
     if absent and not dry_run:
         check_folder()
-        compile_all(absent, processes or len(os.sched_getaffinity(0)), progress)
+        compile_all(absent, processes, progress)
         check_kept(absent)
-    seconds = time.perf_counter() - begin
-    return Warmup(kernels, absent, 0 if dry_run else len(absent), seconds, dry_run)
+    return Warmup(kernels, absent, time.perf_counter() - begin, dry_run)
 
 
 def run_compile(options: argparse.Namespace) -> None:
@@ -200,22 +194,24 @@ def run_compile(options: argparse.Namespace) -> None:
     print(warmup(**named | {"causal": options.causal and options.window_size is None}))
 
 
-def as_calls(calls: Iterable[str]) -> tuple[str, ...]:
-    """The option `calls`: one or more kinds of `CALLS`."""
-    if isinstance(calls, str) or not isinstance(calls, Iterable):
-        raise TypeError(f"calls must be a tuple or list of names, got {shown(calls)}")
-    kinds = tuple(calls)
-    if not kinds or not all(kind in tuple(CALLS) for kind in kinds):
-        raise ValueError(f"calls must be some of {list(CALLS)}, got {kinds}")
-    return kinds
+def changed(model: Model | None, **options: object) -> Model:
+    """Return a model with other fields where options are not None; without a model, a new one."""
+    fields: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
+    if model is not None:
+        model = replace(model, **fields)
+    elif "heads_q" in fields and "head_dim" in fields:
+        model = Model(**fields)
+    else:
+        raise ValueError("heads and head_dim must be given, or a preset; got neither")
+    model.check()
+    return model
 
 
-def as_heads(heads: Sequence[int]) -> tuple[int, int]:
-    """The option `heads` in its type; whether there are kernels for them, the model says."""
-    counts = integers("heads", heads)
-    if len(counts) != 2:
-        raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
-    return counts[0], counts[1]
+def one_of(name: str, value: str, accepted: Iterable[str]) -> str:
+    """An option that is one of some names."""
+    if value not in tuple(accepted):
+        raise ValueError(f"{name} must be of {list(accepted)}, got {shown(value)}")
+    return value
 
 
 def integers(name: str, values: Sequence[int], least: int | None = None) -> tuple[int, ...]:
@@ -229,18 +225,6 @@ def name_of_dtype(dtype: str | torch.dtype) -> str:
     """The name of a dtype: "bfloat16" for torch.bfloat16 and for "bf16"."""
     name = str(dtype).removeprefix("torch.")
     return SHORT_DTYPES.get(name, name)
-
-
-def check_folder() -> None:
-    """Raise RuntimeError, before anything is compiled, if no kernel can be kept."""
-    folder = cache_dir()
-    try:
-        check_can_keep(folder)
-    except OSError as error:
-        raise RuntimeError(
-            f"kernels cannot be kept in {folder}: {error.strerror}. Set FA3_CACHE_DIR to a folder "
-            "of your own"
-        ) from error
 
 
 def check_kept(kernels: Sequence[Kernel]) -> None:
@@ -269,25 +253,16 @@ def kernels_of(
         if "packed" in calls:
             yield from packed_kernels(model, window)
         for page_size in page_sizes:
-            if "cache" in calls:
-                # With tiles cut, and whole.
-                for num_splits in (0, 1):
-                    cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache)
-                    yield from kernels_on_cache(model, window, cache, num_splits)
             if "paged" in calls and page_size:
                 yield from paged_kernels(model, window, page_size)
-    if "cache" in calls:
-        head_dims = model.head_dim, model.head_dim_v
-        for page_size in page_sizes:
-            yield Append(
-                model.dtype,
-                *head_dims,
-                page_size > 0,
-                batch_indexed=False,
-                ragged=False,
-                rotary=rotary,
-                fp8=model.has_fp8_cache,
-            )
+            if "cache" in calls:
+                cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache)
+                # With tiles cut, and whole.
+                yield from kernels_on_cache(model, window, cache)
+                yield from kernels_on_cache(model, window, cache, num_splits=1)
+                head_dims = model.head_dim, model.head_dim_v
+                options = {"batch_indexed": False, "ragged": False, "fp8": cache.is_fp8}
+                yield Append(model.dtype, *head_dims, page_size > 0, rotary=rotary, **options)
 
 
 def spec_of(model: Model, window: Window) -> AttentionSpec:
@@ -319,15 +294,15 @@ def dense_kernels(model: Model) -> Iterator[Kernel]:
 def problems_of(model: Model) -> dict[Problem, None]:
     """Calls without a cache, of all sizes, each once: many windows hide nothing of short ones."""
     ratio = model.heads_q // model.heads_kv
-    found: dict[Problem, None] = {}
+    problems: dict[Problem, None] = {}
     for batch, seqlen_q, seqlen_k in itertools.product(BATCHES, SEQLENS, SEQLENS):
         if seqlen_q > seqlen_k or batch * seqlen_k > MOST_TOKENS:
             continue
         for window in model.windows:
             tight = window.tighten(seqlen_q, seqlen_k)
             sizes = batch, seqlen_q, seqlen_k, model.heads_kv, ratio
-            found[Problem(spec_of(model, tight), *sizes, tight)] = None
-    return found
+            problems[Problem(spec_of(model, tight), *sizes, tight)] = None
+    return problems
 
 
 def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
@@ -369,23 +344,20 @@ def kernels_on_cache(
         sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
         tight = sizes.bounds(window)
         options = tight, num_ctas, num_splits, False, is_packed
-        # Behind a kernel that appends tiles are cut otherwise. With many parts others merge.
+        # After a kernel that appends, tiles are cut otherwise. With many parts others merge.
         few = choose_cut(sizes._replace(capacity=1), *options)
         for cut in dict.fromkeys((few, choose_cut(sizes, *options, appends=True))):
-            given = spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed
-            plan = DecodePlan(*given, overlaps_forward=overlaps_forward)
+            launch = tight, cut, num_ctas, is_packed, False, overlaps_forward
+            plan = DecodePlan(spec_of(model, tight), cache, sizes, *launch)
             yield from filter(None, (plan.kernel(), plan.combine()))
 
 
 def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | None:
     """Return the rotary embedding of a name in `ROTARIES`; None for "none".
-    Its tables have a dtype, by default the model's. Raises ValueError if there is no such
-    embedding."""
-    if rotary not in ROTARIES:
-        raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
-    if dtype not in (None, model.dtype, "float32"):
-        raise ValueError(f"rotary_dtype must be {model.dtype} or float32, got {dtype!r}")
-    interleaved = ROTARIES[rotary]
+    Its tables have a dtype, by default the model's."""
+    interleaved = ROTARIES[one_of("rotary", rotary, ROTARIES)]
+    if dtype is not None:
+        one_of("rotary_dtype", dtype, (model.dtype, "float32"))
     if interleaved is None:
         return None
     if model.head_dim % ROTARY_UNIT:
@@ -394,17 +366,3 @@ def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | N
             f"turns a multiple of {ROTARY_UNIT} columns"
         )
     return Rotary(model.head_dim, interleaved, dtype or model.dtype)
-
-
-# ------------------------------------------------------------------------------------ compile
-
-
-def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> None:
-    """Compile kernels in so many processes; tell of the progress on the standard error."""
-    begin, total = time.perf_counter(), len(kernels)
-    with CompilePool(kernels, processes) as pool:
-        for done in range(1, total + 1):
-            kernel = pool.next_done()
-            if progress and sys.stderr is not None:
-                clock = f"{done} of {total} kernels, {time.perf_counter() - begin:.0f} s"
-                print(f"{clock}: {describe_kernel(kernel)}", file=sys.stderr, flush=True)
