@@ -27,8 +27,8 @@ import torch
 
 import fa3
 from benchmarks.shapes import HIDDEN, TOKENS
+from benchmarks.timing import REGIMES, Regime
 from fa3.problem import REMEMBERED
-from fa3.tools.timing import REGIMES, Regime
 
 PARTS = ("host", "grid", "failing", "decode", "few")
 LEAST_BLOCK_MS = 20

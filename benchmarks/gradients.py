@@ -18,9 +18,9 @@ from benchmarks.harness import Errors, PartsReference, WrongOutput
 from benchmarks.packed import PackedCell
 from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.shapes import MASKS, SEQLENS, Cell, K, grid, named, size
+from benchmarks.timing import capture_stream
 from fa3.primitives.coords import Position
 from fa3.reference.dropout import Dropout
-from fa3.tools.timing import capture_stream
 
 PASSES = ("backward", "both")
 GRADIENTS = ("dq", "dk", "dv")

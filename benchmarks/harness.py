@@ -1,6 +1,6 @@
 """How a cell is measured: inputs, check against float32, then timed rounds of all providers.
 
-Regimes and rounds are those of `fa3.tools.timing`; ratios are taken inside a round.
+Regimes and rounds are those of `benchmarks.timing`; ratios are taken inside a round.
 """
 
 import gc
@@ -16,7 +16,7 @@ import torch
 from benchmarks.meter import Meter
 from benchmarks.peers import Provider, Tensors
 from benchmarks.shapes import Cell
-from fa3.tools.timing import Block, Regime, Runner, make_runner, run_block, run_rounds
+from benchmarks.timing import Block, Regime, Runner, make_runner, run_block, run_rounds
 
 DATA = ("normal", "scaled", "growing")
 """How inputs are drawn: normal; normal with scores times 8; scores that grow along the keys by

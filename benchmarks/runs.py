@@ -29,7 +29,7 @@ from benchmarks.peers import Provider, Tensors
 from benchmarks.ratios import summarise
 from benchmarks.results import FAILED, OK, UNSUPPORTED, WRONG, Measurement
 from benchmarks.shapes import Cell
-from fa3.tools.timing import QUICK, QUICK_ROUNDS, REGIMES, Block, Regime
+from benchmarks.timing import QUICK, QUICK_ROUNDS, REGIMES, Block, Regime
 
 WIDTH = 200
 """Columns of tables that do not go to a terminal."""

@@ -10,7 +10,7 @@ from benchmarks import harness, runs
 from benchmarks.harness import Contender
 from benchmarks.peers import Tensors
 from benchmarks.shapes import Cell
-from fa3.tools.timing import Block
+from benchmarks.timing import Block
 
 
 def draw(cell: Cell) -> Tensors:

@@ -28,7 +28,7 @@ from benchmarks.harness import WrongOutput
 from benchmarks.meter import Sample
 from benchmarks.peers import Tensors
 from benchmarks.results import FAILED, OK, UNSUPPORTED, Row
-from fa3.tools.timing import REGIMES
+from benchmarks.timing import REGIMES
 
 
 def make_row(provider: str = "fa3", **changes) -> Row:

@@ -43,7 +43,7 @@ def printed(capsys, *arguments: str) -> str:
 def test_show(folder, capsys, arguments):
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, *arguments).splitlines())
     assert lines["folder"] == str(folder)
-    assert (lines["kernels"], lines["size"]) == ("3", "0.0 MB")
+    assert lines["holds"] == "3 kernels, 0.0 MB"
     assert "not" not in lines
 
 
@@ -55,7 +55,7 @@ def test_show_says_why_a_folder_is_not_used(folder, capsys):
 def test_a_folder_that_is_not_there_is_empty(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "none"))
     shown = printed(capsys)
-    assert "kernels   0" in shown
+    assert "holds     0 kernels" in shown
     assert "not used" not in shown
     assert printed(capsys, "clear").startswith("removed 0 kernels")
     assert not (tmp_path / "none").exists()

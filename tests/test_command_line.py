@@ -32,7 +32,8 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def problem(*arguments: str):
-    return problem_of(make_parser("").parse_args(["plan", *arguments]))
+    options = make_parser("").parse_args(["plan", *arguments])
+    return problem_of(options.shape, options)
 
 
 def facts(capsys, *arguments: str) -> dict:
@@ -225,21 +226,20 @@ def fails(capsys, *arguments: str) -> str:
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),
         (("--gpu", "A100"), "argument --gpu: invalid choice: 'A100'"),
-        (("--head-dim", "64"), "unrecognized arguments: --head-dim 64"),
         (("--page-size", "16"), "--page-size goes with --call cache, got --call dense"),
         (
             ("--call", "cache", "--page-size", "-1"),
-            "--page-size must be 0 (no pages) or more, got -1",
+            "argument --page-size: needs an integer of 0 or more, got '-1'",
         ),
         (("--call", "cache", "--schedule", "list"), "--schedule goes with --call dense, got"),
         (("--record", "--gpu", "H100"), "--record runs on the GPU of this machine"),
         (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--record, --png and --trace show the"),
         (
             ("--call", "packed", "--trace", "x.json"),
-            "--record, --png and --trace show the forward kernel and go with --call dense, got",
+            "--trace goes with --call dense, got --call packed",
         ),
         # Without a GPU too: the kind of call is checked first.
-        (("--call", "cache", "--record"), "--record, --png and --trace show the forward kernel"),
+        (("--call", "cache", "--record"), "--record goes with --call dense, got --call cache"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message, capsys):
@@ -253,6 +253,7 @@ def test_wrong_arguments_are_explained(arguments, message, capsys):
         (),
         ("plann",),
         ("plan", "--shap"),
+        ("plan", "--head-dim", "64"),
         ("cache", "bound"),
         ("tune", "--x"),
         *(("compile", *text.split()) for text in ("--heads 8", "--causal --full", "--dtype x")),

@@ -1,6 +1,6 @@
-"""The options of the command line. Needs the standard library only, so that `--help` comes at once.
+"""The options of the command line; needs the standard library only.
 
-`fa3.__main__` runs what they ask for.
+So `--help` comes at once. `fa3.__main__` runs what they ask for.
 """
 
 import argparse
@@ -25,19 +25,11 @@ Shape = tuple[int, int, int, int, int, int]
 class Parser(argparse.ArgumentParser):
     """A parser of one command; its help ends with examples."""
 
-    def __init__(self, *, examples: str = "", **options) -> None:
-        if examples:
-            options["epilog"] = f"examples:\n{examples.rstrip()}"
+    def __init__(self, *, examples: str, **options) -> None:
+        options["epilog"] = f"examples:\n{examples.strip(chr(10))}"
         formatter = argparse.RawDescriptionHelpFormatter
         # `--head-dim` of `fa3 compile` must not be taken for `--head-dim-v` of `fa3 plan`.
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but each command refuses what it does not know by itself."""
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and end as all wrong arguments do."""
@@ -60,16 +52,19 @@ def make_parser(version: str) -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fa3 {version}")
     commands = top.add_subparsers(required=True, metavar="command", dest="command")
-    info = commands.add_parser(
-        "info",
-        help="show the GPU, versions and the folder of compiled kernels",
-        examples="  fa3 info",
-    )
+    about = "show the GPU, versions and the folder of compiled kernels"
+    info = commands.add_parser("info", help=about, examples="  fa3 info")
     info.set_defaults(version=version)
     add_plan(commands)
     add_compile(commands)
     add_tune(commands)
-    add_cache(commands)
+    cache = commands.add_parser(
+        "cache",
+        help="show or remove the compiled kernels on disk",
+        examples="  fa3 cache\n  fa3 cache clear",
+    )
+    about = "show: folder, number of kernels and bytes; clear: remove all kernels (default: show)"
+    cache.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help=about)
     demo = commands.add_parser(
         "demo",
         help="a short tour: on a Hopper GPU it checks and times a call, else it compiles one",
@@ -118,12 +113,10 @@ def add_plan(commands) -> None:
     )
     sizes = "batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)"
     add_option(plan, "--shape", shape, sizes, default=DEFAULT_SHAPE)
-    add_option(plan, "--head-dim-v", int, HEAD_DIM_V_HELP)
-    add_mask(plan)
-    add_option(plan, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
+    add_shape_options(plan)
     gpu = "plan for this GPU (default: the Hopper GPU of this machine, else an H200)"
     add_option(plan, "--gpu", GPU_NAMES, gpu)
-    add_option(plan, "--page-size", int, "the cache has pages of N tokens", default=0)
+    add_option(plan, "--page-size", count, "the cache has pages of N tokens", default=0)
     add_option(plan, "--append", bool, "the call appends tokens to the cache")
     schedules = "run the forward kernel with this schedule: single, static, list, dynamic or split "
     add_option(plan, "--schedule", str, f"{schedules}(default: the planner chooses)")
@@ -196,8 +189,7 @@ def add_tune(commands) -> None:
     sizes = "batch size, queries, keys, query heads, key/value heads and head size"
     add_option(task, "--shapes", shape, sizes, nargs="+")
     add_option(task, "--forget", bool, "leave all plans to the planner again")
-    add_mask(tune)
-    add_option(tune, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
+    add_shape_options(tune)
 
 
 HEAD_DIM_V_HELP = "columns of v, if not head_dim"
@@ -205,25 +197,13 @@ CAUSAL_HELP = "hide keys after a query's position"
 WINDOW_HELP = "keys that a query sees to the left and to the right of its position, -1 for all"
 
 
-def add_mask(command: argparse.ArgumentParser) -> None:
+def add_shape_options(command: argparse.ArgumentParser) -> None:
+    """Add what a shape does not say of a call."""
+    add_option(command, "--head-dim-v", int, HEAD_DIM_V_HELP)
     add_option(command, "--causal", bool, CAUSAL_HELP)
     window = f"{WINDOW_HELP}; --causal sets R to 0"
     add_option(command, "--window", window_bound, window, nargs=2, default=(NO_BOUND, NO_BOUND))
-
-
-def add_cache(commands) -> None:
-    cache = commands.add_parser(
-        "cache",
-        help="show or remove the compiled kernels on disk",
-        examples="  fa3 cache\n  fa3 cache clear",
-    )
-    cache.add_argument(
-        "action",
-        nargs="?",
-        choices=("show", "clear"),
-        default="show",
-        help="show: folder, number of kernels and bytes; clear: remove all kernels (default: show)",
-    )
+    add_option(command, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
 
 
 # ------------------------------------------------------------------------------ kinds of values
@@ -238,32 +218,32 @@ def preset(text: str) -> str:
     return text
 
 
-def kind(pattern: str, needs: str, convert: Callable[[re.Match], Any]) -> Callable[[str], Any]:
+def kind(pattern: str, needs: str, convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """What reads values that match a pattern, and says what is needed where they do not."""
 
     def read(text: str) -> Any:
-        match = re.fullmatch(pattern, text, re.IGNORECASE)
-        if match is None:
+        if re.fullmatch(pattern, text) is None:
             raise argparse.ArgumentTypeError(f"needs {needs}, got {text!r:.200}")
-        return convert(match)
+        return convert(text)
 
     return read
 
 
-def all_integers(match: re.Match) -> tuple[int, ...]:
-    return tuple(map(int, match[0].split(",")))
+def split_integers(text: str) -> tuple[int, ...]:
+    """The integers between commas."""
+    return tuple(map(int, text.split(",")))
 
 
-POSITIVE = r"\d*[1-9]\d*"
+SIX = r"\d*[1-9]\d*(,\d*[1-9]\d*){5}"
 
-shape = kind(
-    rf"{POSITIVE}(,{POSITIVE}){{5}}", "six positive integers B,SQ,SK,HQ,HKV,D", all_integers
-)
-head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", all_integers)
-window_bound = kind(r"-1|\d+", "integers of -1 or more", lambda match: int(match[0]))
+shape = kind(SIX, "six positive integers B,SQ,SK,HQ,HKV,D", split_integers)
+head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", split_integers)
+window_bound = kind(r"-1|\d+", "integers of -1 or more", int)
+count = kind(r"\d+", "an integer of 0 or more", int)
 
 METAVARS: dict[Callable, str | tuple[str, str]] = {
     int: "N",
+    count: "N",
     float: "X",
     str: "NAME",
     Path: "FILE",

@@ -5,8 +5,6 @@ happens: plan, compilation for sm_90a, a look at the machine code, the same algo
 """
 
 import argparse
-import random
-from statistics import median
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,10 +20,7 @@ from fa3.running.compiler import compile_kernel
 from fa3.tools.cubin import inspect
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import random_operands
-from fa3.tools.timing import QUICK, make_runner, run_rounds
-
-ROUNDS = 15
-
+from fa3.tools.timing import time_in_turn
 
 # One layer of Llama 3 8B reading a prompt, and a smaller problem for the CPU.
 LLAMA_PREFILL = Problem.of((1, 4096, 32, 128), *[(1, 4096, 8, 128)] * 2, causal=True)
@@ -103,7 +98,7 @@ def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 def time_with_cudnn() -> str:
-    """Time both in turn in each round, so that a drifting clock hits them alike."""
+    """Time a call of fa3 and of cuDNN in turn."""
     q, k, v = random_operands(LLAMA_PREFILL, torch.device("cuda"))
 
     def call_cudnn() -> torch.Tensor:
@@ -111,17 +106,10 @@ def time_with_cudnn() -> str:
             return torch_attention(q, k, v)
 
     calls = {"fa3": lambda: flash_attn_func(q, k, v, causal=True), "cuDNN": call_cudnn}
-    runners = {name: make_runner([call]) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, block in run_rounds(runners, QUICK["burst"], ROUNDS, random.Random(0)):
-        times[name].append(block.us)
     lines = [
-        f"{name:6} {median(us) / 1e3:7.3f} ms  {LLAMA_PREFILL.flops / median(us) / 1e6:6.0f} "
-        "TFLOP/s"
-        for name, us in times.items()
+        f"{name:6} {us / 1e3:7.3f} ms  {LLAMA_PREFILL.flops / us / 1e6:6.0f} TFLOP/s"
+        for name, us in time_in_turn(calls).items()
     ]
     version = torch.backends.cudnn.version()
-    lines.append(
-        f"Median of {ROUNDS} rounds in turn; cuDNN {version} through scaled_dot_product_attention"
-    )
+    lines.append(f"Under steady load; cuDNN {version} through scaled_dot_product_attention")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, cast
@@ -24,12 +25,11 @@ import torch
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import from_dlpack
 
-from fa3.calls.modifiers import functions_of
 from fa3.calls.options import integer, shown
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.primitives.coords import Position
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, AttentionSpec, Problem, Window
+from fa3.problem import AttentionSpec, Problem
 from fa3.reference.walker import HostTensor, changed, errors_of, lets_through
 from fa3.running.compiler import ARCH, compiled, load_kernel
 from fa3.scores.masks import Mask, Rows, as_integer
@@ -61,13 +61,12 @@ class Samples(NamedTuple):
     @classmethod
     def of(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> "Samples":
         """Take the first and last query and key, and as many as `MOST_POSITIONS` allows."""
-        of_head = max(4, MOST_POSITIONS // (batch * heads))
+        most = max(4, MOST_POSITIONS // (batch * heads))
         # A short side leaves the other one more positions.
-        num_q = min(seqlen_q, max(math.isqrt(of_head), of_head // seqlen_k))
-        num_k = min(seqlen_k, of_head // num_q)
+        num_q = min(seqlen_q, max(math.isqrt(most), most // seqlen_k))
         queries, keys = (
             torch.linspace(0, length - 1, number, dtype=torch.float64).round().long()
-            for length, number in ((seqlen_q, num_q), (seqlen_k, num_k))
+            for length, number in ((seqlen_q, num_q), (seqlen_k, min(seqlen_k, most // num_q)))
         )
         axes = torch.arange(batch), torch.arange(heads), queries, keys
         places = torch.cartesian_prod(*(axis.int() for axis in axes)).T.contiguous()
@@ -76,23 +75,10 @@ class Samples(NamedTuple):
         return cls((batch, heads, seqlen_q, seqlen_k), queries, keys, places, logits)
 
     @property
-    def pairs(self) -> list[tuple[int, int]]:
+    def pairs(self) -> Iterator[tuple[int, int]]:
         """Every sequence with every head, in the order of the places."""
         batch, heads, _, _ = self.sizes
-        return list(product(range(batch), range(heads)))
-
-    @property
-    def extent(self) -> str:
-        """Which positions are compared, in words."""
-        places, (_, _, seqlen_q, seqlen_k) = self.places.shape[1], self.sizes
-        everything = math.prod(self.sizes)
-        if places == everything:
-            return f"at all {places:,} positions"
-        return (
-            f"at {places:,} of {everything:,} positions: in every sequence and head, at "
-            f"{len(self.queries):,} of {seqlen_q:,} queries and {len(self.keys):,} of "
-            f"{seqlen_k:,} keys"
-        )
+        return product(range(batch), range(heads))
 
     def at(self, number: int) -> str:
         """Return a position in words."""
@@ -135,28 +121,6 @@ class Sampled:
                 results[i] = Float32(1.0) if Boolean(mask.function.visible(at)) else Float32(0.0)
 
 
-class FunctionCheck(NamedTuple):
-    """What a `check` found; it prints as one line.
-
-    Fields:
-        name: the class and the method.
-        head_dim: of the kernel that was compiled.
-        positions: at how many the two versions were compared; 0 if the method runs on GPUs only.
-        extent: which positions these are, in words.
-    """
-
-    name: str
-    head_dim: int
-    positions: int
-    extent: str
-
-    def __str__(self) -> str:
-        compared = f"agrees with reference {self.extent}"
-        if not self.positions:
-            compared = "was not compared with reference: it has instructions of GPUs only"
-        return f"{self.name} compiles for {ARCH} at head_dim {self.head_dim} and {compared}"
-
-
 def check(
     function: Score | Mask,
     *,
@@ -165,7 +129,7 @@ def check(
     heads: int = 1,
     seqlen_q: int = 256,
     seqlen_k: int | None = None,
-) -> FunctionCheck:
+) -> str:
     """Compile a score or a mask of your own for sm_90a, and compare its two versions. Needs no GPU.
 
     `score` or `visible` runs on the host, in every sequence and head of a call: at all positions if
@@ -180,7 +144,7 @@ def check(
             seqlen_k is seqlen_q if not given.
 
     Returns:
-        what was compared; `print` shows it in one line.
+        what was compared, in a line; a method that runs on GPUs only is not.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -191,31 +155,34 @@ def check(
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     batch, heads, seqlen_q, seqlen_k = (integer(name, size, 1) for name, size in sizes.items())
-    head_dim = integer("head_dim", head_dim, 1)
-    if head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"head_dim must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {head_dim}"
-        )
     if not isinstance(function, Score | Mask):
         raise TypeError(f"function must be a fa3.Score or a fa3.Mask, got {shown(function)}")
-    on_host = (cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function))
-    function = cast(Score | Mask, Template.of(function).bind(on_host))
-    q = torch.empty(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16)
+    on_host = [cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function)]
+    function = cast(Score | Mask, Template.of(function).bind(iter(on_host)))
     score = function if isinstance(function, Score) else None
     mask = function if isinstance(function, Mask) else None
-    structure, tensors = functions_of(q, score, mask)
-    spec = structure.spec(q.dtype, head_dim, head_dim, Window())
-    load_kernel(plan_forward(Problem(spec, batch, seqlen_q, seqlen_k, heads, 1), H200).kernel())
+    q, k = (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads, head_dim)
+    problem = Problem.of(q, k, k, score=score, mask=mask)
+    load_kernel(plan_forward(problem, H200).kernel())
     # The reference goes first: an index that it refuses would be read out of bounds.
     samples = Samples.of(batch, heads, seqlen_q, seqlen_k)
     expected = by_reference(function, samples)
     name = f"{type(function).__name__}.{'visible' if score is None else 'score'}"
-    result = by_method(spec, tensors, samples)
+    result = by_method(problem.spec, on_host, samples)
     if result is not None:
         compare_versions(name, result, expected, samples)
     if mask is not None:
-        check_ranges(spec, tensors, expected, samples)
-    return FunctionCheck(name, head_dim, 0 if result is None else result.numel(), samples.extent)
+        check_ranges(problem.spec, on_host, expected, samples)
+    compared, total = len(expected), math.prod(samples.sizes)
+    agrees = f"agrees with reference at all {total:,} positions"
+    if compared < total:
+        agrees = (
+            f"agrees with reference at {compared:,} of {total:,} positions: in every sequence and "
+            f"head, at {len(samples.queries):,} queries and {len(samples.keys):,} keys"
+        )
+    if result is None:
+        agrees = "was not compared with reference: it has instructions of GPUs only"
+    return f"{name} compiles for {ARCH} at head_dim {head_dim} and {agrees}"
 
 
 def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
@@ -232,7 +199,7 @@ def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
     return torch.cat(parts).float()
 
 
-def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Tensor | None:
+def by_method(spec: AttentionSpec, tensors: list, samples: Samples) -> torch.Tensor | None:
     """Return the method at the samples, as `by_reference`; None if it runs on GPUs only.
     Raises ValueError if it does not end, or reads where there is no memory."""
     result = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
@@ -296,28 +263,23 @@ def compare_versions(
     )
 
 
-def check_ranges(spec: AttentionSpec, tensors: tuple, seen: torch.Tensor, samples: Samples) -> None:
+def check_ranges(spec: AttentionSpec, tensors: list, seen: torch.Tensor, samples: Samples) -> None:
     """Raise ValueError if a mask's ranges miss a key that `reference` sees, or have another."""
     _, mask, _ = bind(spec, map(HostTensor, tensors))
     function, keys = mask.function, samples.keys
-    rows_of_keys = seen.bool().view(-1, len(samples.queries), len(keys))
-    queries_of_tiles = samples.queries.split(ROWS_OF_TILE)
-    tiles = (
-        (pair, queries, tile)
-        for pair, visible in zip(samples.pairs, rows_of_keys, strict=True)
-        for queries, tile in zip(queries_of_tiles, visible.split(ROWS_OF_TILE), strict=True)
-    )
-    for pair, queries, tile in tiles:
-        rows = Rows(*pair, int(queries[0]), int(queries[-1]), *samples.sizes[2:])
-        with errors_of("mask", function, "key_range or open_range"):
-            begin, end = map(as_integer, function.key_range(rows))
-            first, last = map(as_integer, function.open_range(rows))
-        outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))
-        hidden = ~tile.all(dim=0) & (keys >= first) & (keys < last)
-        for wrong, what in (
-            (outside, f"key_range gives ({begin}, {end}), but a query sees"),
-            (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
-        ):
-            if wrong.any():
-                key = int(keys[wrong][0])
-                raise ValueError(f"{type(function).__name__}.{what} key {key} for {rows}")
+    blocks = seen.bool().view(-1, len(samples.queries), len(keys)).split(ROWS_OF_TILE, dim=1)
+    for queries, block in zip(samples.queries.split(ROWS_OF_TILE), blocks, strict=True):
+        for pair, tile in zip(samples.pairs, block, strict=True):
+            rows = Rows(*pair, int(queries[0]), int(queries[-1]), *samples.sizes[2:])
+            with errors_of("mask", function, "key_range or open_range"):
+                begin, end = map(as_integer, function.key_range(rows))
+                first, last = map(as_integer, function.open_range(rows))
+            outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))
+            hidden = ~tile.all(dim=0) & (keys >= first) & (keys < last)
+            for wrong, what in (
+                (outside, f"key_range gives ({begin}, {end}), but a query sees"),
+                (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
+            ):
+                if wrong.any():
+                    key = int(keys[wrong][0])
+                    raise ValueError(f"{type(function).__name__}.{what} key {key} for {rows}")

@@ -22,7 +22,6 @@ from fa3.planning.routes import (
     choose_route,
     kernels_of_packed,
 )
-from fa3.planning.timeline import Timeline
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.problem import Problem, Window
@@ -33,11 +32,26 @@ from fa3.tools.models import SHORT_DTYPES
 from fa3.tools.recording import device_here, record_timeline
 from fa3.tools.warmup import known_gpus
 
+GOES_WITH = {
+    "schedule": "dense", "record": "dense", "png": "dense", "trace": "dense",
+    "page_size": "cache", "append": "cache",
+}  # fmt: skip
+"""Options that say something of one kind of calls only."""
+
 
 def show_plan(options: argparse.Namespace) -> None:
     """Print how a call would run; takes the options of the command line."""
-    check_options(options)
-    problem, gpu = problem_of(options), gpu_to_plan_for(options)
+    for name, call in GOES_WITH.items():
+        if getattr(options, name) and options.call != call:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} goes with --call {call}, got --call {options.call}")
+    if options.record and options.gpu:
+        raise ValueError("--record runs on the GPU of this machine, so it does not take --gpu")
+    if options.gpu:
+        gpu = as_gpu(options.gpu)
+    else:
+        gpu = gpu_of(device_here()) if options.record else known_gpus()[0]
+    problem = problem_of(options.shape, options)
     plan, explanation = explained(options, problem, gpu)
     facts, lines = dict(explanation.facts), [str(explanation)]
     if options.call == "dense" and not options.schedule and is_tuned(problem, gpu):
@@ -59,9 +73,13 @@ def add_timeline(
     """Record a plan and draw what each SM does, as the options say, and add what came of it."""
     recorded = None
     if options.record:
-        recorded = record_timeline(plan)
+        recorded, time = record_timeline(plan), plan.predict()
         facts["recorded"] = {"us": round(recorded.us, 3), "balance": round(recorded.balance, 4)}
-        lines.append(f"Recorded {describe_recording(recorded, plan)}")
+        steady, burst = (duration(us - time.launch_us) for us in (time.us, time.burst_us))
+        lines.append(
+            f"Recorded {duration(recorded.us)}, balance {recorded.balance:.1%}; {steady} were "
+            f"predicted under steady load and {burst} in a burst, all without the launch."
+        )
     if options.png:
         draw_tile_order(plan, plan.simulate(), options.png, recorded)
         facts["picture"] = str(options.png)
@@ -92,56 +110,14 @@ def explained(
     return made, made.explain()
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that say nothing of the call that is planned."""
-    kinds = {"schedule": "dense", "page_size": "cache", "append": "cache"}
-    for name, kind in kinds.items():
-        if getattr(options, name) and options.call != kind:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} goes with --call {kind}, got --call {options.call}")
-    if (options.record or options.png or options.trace) and options.call != "dense":
-        raise ValueError(
-            "--record, --png and --trace show the forward kernel and go with --call dense, got "
-            f"--call {options.call}"
-        )
-    if options.page_size < 0:
-        raise ValueError(f"--page-size must be 0 (no pages) or more, got {options.page_size}")
-    if options.record and options.gpu:
-        raise ValueError("--record runs on the GPU of this machine, so it does not take --gpu")
-
-
-def gpu_to_plan_for(options: argparse.Namespace) -> Gpu:
-    """The GPU that the options name, or the one of this machine; else an H200."""
-    if options.gpu:
-        return as_gpu(options.gpu)
-    return gpu_of(device_here()) if options.record else known_gpus()[0]
-
-
-def describe_recording(recorded: Timeline, plan: Plan) -> str:
-    """What was recorded and what was predicted, in a sentence."""
-    prediction = plan.predict()
-    steady = duration(prediction.us - prediction.launch_us)
-    burst = duration(prediction.burst_us - prediction.launch_us)
-    return (
-        f"{duration(recorded.us)}, balance {recorded.balance:.1%}; {steady} were predicted under "
-        f"steady load and {burst} in a burst, all without the launch."
-    )
-
-
-def problem_of(options: argparse.Namespace) -> Problem:
-    """The problem of a call that the options describe."""
-    return problem_of_shape(options.shape, options, options.head_dim_v)
-
-
-def problem_of_shape(
-    shape: Shape, options: argparse.Namespace, head_dim_v: int | None = None
-) -> Problem:
-    """The problem of a shape, with the options' dtype and mask."""
+def problem_of(shape: Shape, options: argparse.Namespace) -> Problem:
+    """The problem of a shape, with the options' dtype, columns of v and mask."""
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = shape
+    head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
     return Problem.of(
         (batch, seqlen_q, heads_q, head_dim),
         (batch, seqlen_k, heads_kv, head_dim),
-        (batch, seqlen_k, heads_kv, head_dim if head_dim_v is None else head_dim_v),
+        (batch, seqlen_k, heads_kv, head_dim_v),
         window_size=bounds_of(options),
         dtype=SHORT_DTYPES[options.dtype],
     )

@@ -1,8 +1,6 @@
 """`fa3 tune`: measures the planner's best plans of some shapes, and keeps the fastest of each."""
 
 import argparse
-import random
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -20,9 +18,9 @@ from fa3.problem import AttentionSpec, Problem
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.scores.masks import Band
 from fa3.tools.compile_pool import check_folder, compile_all
-from fa3.tools.plan_command import problem_of_shape
+from fa3.tools.plan_command import problem_of
 from fa3.tools.recording import device_here, random_operands
-from fa3.tools.timing import Regime, make_runner, run_rounds
+from fa3.tools.timing import time_in_turn
 
 AnyPlan = Plan | GroupedPlan
 
@@ -36,14 +34,6 @@ LEAST_SHARE = 0.01
 """Share by which a plan must be faster than the planner's choice to be kept instead: two
 measurements of one plan may differ by so much."""
 
-TUNING_REGIMES = (
-    Regime("burst", load_s=0, idle_s=0.02, block_ms=3),
-    Regime("steady", load_s=0.2, idle_s=0, block_ms=5),
-)
-"""Shorter than the regimes of the benchmarks: a plan takes some 0.2 s."""
-
-TUNING_ROUNDS = 5
-
 
 def tune_here(options: argparse.Namespace) -> None:
     """Tune shapes on the current GPU; takes the options of the command line."""
@@ -53,7 +43,7 @@ def tune_here(options: argparse.Namespace) -> None:
         forget_plans(gpu.name)
         print(f"the planner chooses all plans for a {gpu.name}")
         return
-    problems = dict.fromkeys(problem_of_shape(shape, options) for shape in options.shapes)
+    problems = dict.fromkeys(problem_of(shape, options) for shape in options.shapes)
     tune(problems, gpu, partial(time_plans, device))
 
 
@@ -124,23 +114,15 @@ def fastest(times: Sequence[float]) -> int:
 
 
 def time_plans(device: torch.device, plans: Sequence[AnyPlan]) -> list[float]:
-    """Return the microseconds of plans of one problem, measured in interleaved rounds.
-    A time is the geometric mean of the medians in bursts and under steady load."""
+    """Return the microseconds of plans of one problem."""
     problem = plans[0].problem
     with torch.cuda.device(device):
         q, k, v = random_operands(problem, device)
-        window = problem.window.left, problem.window.right
-        attend = partial(flash_attn_func, q, k, v, window_size=window)
-        runners = {}
-        for plan in plans:
-            choice = {"plan": plan} if isinstance(plan, Plan) else {"pack_gqa": True}
-            runners[plan.name] = make_runner([partial(attend, **choice)])
-        us: dict[tuple[str, str], list[float]] = {}
-        for regime in TUNING_REGIMES:
-            for name, block in run_rounds(runners, regime, TUNING_ROUNDS, random.Random(0)):
-                us.setdefault((name, regime.name), []).append(block.us)
-    medians = {key: statistics.median(times) for key, times in us.items()}
-    return [
-        statistics.geometric_mean(medians[plan.name, regime.name] for regime in TUNING_REGIMES)
-        for plan in plans
-    ]
+        left, right = problem.window
+        attend = partial(flash_attn_func, q, k, v, window_size=(left, right))
+        choices = {
+            plan.name: {"plan": plan} if isinstance(plan, Plan) else {"pack_gqa": True}
+            for plan in plans
+        }
+        us = time_in_turn({name: partial(attend, **choice) for name, choice in choices.items()})
+    return [us[plan.name] for plan in plans]

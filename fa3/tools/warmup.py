@@ -154,7 +154,7 @@ def warmup(
     counts = (None, None) if heads is None else integers("heads", heads)
     if len(counts) != 2:
         raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
-    model = changed(
+    model = with_options(
         model,
         heads_q=counts[0],
         heads_kv=counts[1],
@@ -194,7 +194,7 @@ def run_compile(options: argparse.Namespace) -> None:
     print(warmup(**named | {"causal": options.causal and options.window_size is None}))
 
 
-def changed(model: Model | None, **options: object) -> Model:
+def with_options(model: Model | None, **options: object) -> Model:
     """Return a model with other fields where options are not None; without a model, a new one."""
     fields: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if model is not None:
