@@ -41,7 +41,7 @@ from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.running.compiler import compile_kernel, load_kernel
-from fa3.schedules.coverage import END
+from fa3.schedules.order import END
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder
 from fa3.schedules.segment import PackedPart
 from fa3.schedules.split import FIELDS, RaggedSegments

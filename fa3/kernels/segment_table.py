@@ -35,7 +35,7 @@ from fa3.primitives import arguments
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import WARP
-from fa3.schedules.coverage import END
+from fa3.schedules.order import END
 from fa3.schedules.ragged import RaggedOrder, TileRecord
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import BLOCKS_OF_TILE, Stretches, TileCut

@@ -7,19 +7,16 @@ import numpy as np
 
 from fa3.complaints import shown
 from fa3.primitives.arithmetic import LARGEST
-from fa3.schedules.order import Schedule, TileOrder
+from fa3.schedules.order import END, Schedule, TableSchedule, TileOrder
 from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
-
-END = -1  # marks the end of a cluster's column in a table
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
     """Raise unless the clusters' segments cover every tile of the schedule's order exactly once.
 
     There may be more clusters than the GPU holds: no cluster waits for one that has not started.
-        The
-    error names the first tile that does not exist, comes twice or is left out. `first_blocks` and
-    `end_blocks` are key blocks [first, end) of each tile, by its number.
+    The error names the first tile that does not exist, comes twice or is left out. `first_blocks`
+    and `end_blocks` are key blocks [first, end) of each tile, by its number.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be one of fa3.schedules, got {shown(schedule)}")
@@ -43,8 +40,9 @@ def check_integer(name: str, value: object) -> None:
         raise TypeError(f"schedule must have an integer as its {name}, got {shown(value)}")
 
 
-def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
+def entries_of(schedule: TableSchedule) -> np.ndarray:
     """The entries of all clusters, without `END`, as an (entries, fields) int64 array."""
+    table, num_clusters, fields = schedule.table, schedule.num_clusters, schedule.fields
     if type(table) is not np.ndarray or table.dtype != np.int32:
         got = table.dtype if isinstance(table, np.ndarray) else type(table).__name__
         raise TypeError(f"schedule must have a numpy array of int32 as its table, got {got}")
@@ -109,42 +107,39 @@ def check_key_blocks(
         )
 
 
-def check_parts(
-    order: TileOrder, num_slots: int, segments: np.ndarray, num_parts: np.ndarray
-) -> None:
-    """Raise unless the parts of every tile agree on their slots, and every slot has one part.
-    `segments` are sorted by tile, then by first key block; `num_parts` are the segments of each
-    tile."""
+def number_parts(index: np.ndarray) -> np.ndarray:
+    """Return `PackedPart.number` of segments that are sorted by tile and first key block.
+    `index` is the number of each one's tile. All parts of tiles take the slots from 0 on."""
+    num_parts = np.bincount(index)[index]
+    is_part = num_parts > 1
+    which, slot = np.arange(len(index)) - np.searchsorted(index, index), np.cumsum(is_part) - 1
+    return np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), ONLY)
+
+
+def check_parts(order: TileOrder, num_slots: int, segments: np.ndarray) -> None:
+    """Raise unless segments, sorted by tile and block, have the numbers of `number_parts`."""
+    index, _, _, part = segments.T
+    num_parts = np.bincount(index)
     if num_parts.max(initial=0) >= MOST_PARTS:
         raise ValueError(
             f"schedule cuts {order.tile(int(num_parts.argmax()))} into {num_parts.max()} parts, "
             f"more than {MOST_PARTS - 1}"
         )
-    index, _, _, part = segments.T
-    which = np.arange(len(segments)) - np.searchsorted(index, index)
-    first_slot = (part // MOST_PARTS**2)[which == 0]
-    slot = first_slot[index] + which
-    is_part = num_parts[index] > 1
-    numbered = num_parts[index] + MOST_PARTS * (which + MOST_PARTS * slot)
-    wrong = part != np.where(is_part, numbered, ONLY)
+    numbers = number_parts(index)
+    wrong = part != numbers
     if wrong.any():
         number, begin, end, of_part = segments[wrong.argmax()].tolist()
         raise ValueError(
-            f"schedule numbers the parts of {order.tile(number)} inconsistently: "
+            f"schedule numbers the parts of {order.tile(number)} inconsistently: must have "
+            f"{numbers[wrong.argmax()]} for "
             f"{Segment(order.tile(number), begin, end, PackedPart(of_part))}"
         )
     check_integer("num_slots", num_slots)
-    slots = np.sort(slot[is_part])
-    if len(slots) > MOST_SLOTS:
-        raise ValueError(f"schedule has {len(slots)} parts of tiles, more than {MOST_SLOTS}")
-    if num_slots != len(slots):
+    slots = int((numbers != ONLY).sum())
+    if slots > MOST_SLOTS:
+        raise ValueError(f"schedule has {slots} parts of tiles, more than {MOST_SLOTS}")
+    if num_slots != slots:
         raise ValueError(
-            f"schedule must have num_slots {len(slots)}, as many as it has parts of tiles, got "
+            f"schedule must have num_slots {slots}, as many as it has parts of tiles, got "
             f"{num_slots}"
-        )
-    shared = slots != np.arange(len(slots))
-    if shared.any():
-        raise ValueError(
-            f"schedule must give its parts the slots from 0 to {len(slots) - 1}, each once; got "
-            f"slot {slots[shared.argmax()]} instead of {shared.argmax()}"
         )

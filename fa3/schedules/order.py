@@ -231,10 +231,27 @@ class Schedule:
         """Clean up; the producer calls this when no tile is left."""
 
 
+END = -1  # marks the end of a cluster's column in a table
+
+
+class TableCursor(NamedTuple):
+    """A cluster's position in a table, and the entry there; it begins with a tile or `END`."""
+
+    position: int
+    entry: tuple
+
+
 class TableSchedule(Schedule):
     """Base of schedules that the kernel reads from a table; equal if their tables are.
+
+    Each cluster works on its column, from the top down to `END`. The table is a (rounds,
+    num_clusters, fields) int32 matrix, flat: a numpy array on the host, a tensor on the device. The
+    kernel reads the next entry while it works on the present one, which hides the read's latency.
     On the host the table cannot be written to: what was checked of it, and what other plans have
-    of it, stays so."""
+    of it, stays so.
+    """
+
+    fields: ClassVar[int]  # numbers of an entry, first that of its tile
 
     reads_state: ClassVar[bool] = True
 
@@ -254,6 +271,35 @@ class TableSchedule(Schedule):
 
     def __hash__(self) -> int:
         return hash((type(self), self.order, self.num_clusters))
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The entries of all clusters, round by round, (entries, fields)."""
+        return self.table.reshape(-1, self.fields)[self.has_entry]
+
+    @property
+    def has_entry(self) -> np.ndarray:
+        """Which of its (rounds * num_clusters) places have an entry."""
+        return self.table[:: self.fields] != END
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The cluster of every entry."""
+        return np.flatnonzero(self.has_entry) % self.num_clusters
+
+    def first(self, cluster) -> TableCursor:
+        return self.read(cluster)
+
+    def next(self, cursor: TableCursor) -> TableCursor:
+        return self.read(cursor.position + self.num_clusters)
+
+    def read(self, position) -> TableCursor:
+        entry = (self.table[position * self.fields + i] for i in range(self.fields))
+        numbers = (int(n) if isinstance(n, np.integer) else n for n in entry)
+        return TableCursor(position, tuple(numbers))
+
+    def is_valid(self, cursor: TableCursor):
+        return cursor.entry[0] != END
 
 
 def walk(schedule: Schedule, cluster: int) -> Iterator[Segment]:

@@ -15,10 +15,16 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fa3.primitives.arithmetic import larger
-from fa3.schedules.coverage import END, check_key_blocks, check_parts, count_segments, entries_of
-from fa3.schedules.order import Parts, TableSchedule, TileOrder
+from fa3.schedules.coverage import (
+    check_key_blocks,
+    check_parts,
+    count_segments,
+    entries_of,
+    number_parts,
+)
+from fa3.schedules.order import Parts, TableCursor, TableSchedule, TileOrder
 from fa3.schedules.ragged import RaggedOrder, TileRecord
-from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment, Tile
+from fa3.schedules.segment import ONLY, PackedPart, Segment, Tile
 from fa3.schedules.tile_list import balance, columns_of_owners
 
 FIELDS = 4
@@ -36,16 +42,6 @@ LEAVE_US = 1.0
 TRIES = 4  # steps of the search for the level, the time up to which clusters are filled
 PACKINGS = 5  # steps of the search for a lower level, at which tiles are packed instead
 SHORTEST = 2  # key blocks of the shortest part: a shorter one costs more than it evens out
-
-
-class SplitCursor(NamedTuple):
-    """A cluster's position in the table, and the segment there."""
-
-    position: int
-    index: int
-    first_block: int
-    end_block: int
-    part: int
 
 
 class KeyRanges(NamedTuple):
@@ -116,15 +112,14 @@ class TimedSegments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SplitTiles(TableSchedule):
-    """Each cluster has a column of segments in a table, worked on from the top down to `END`."""
+    """Each cluster has a column of segments."""
 
     order: TileOrder
     num_clusters: int
-    # (rounds, num_clusters, 4) int32, flat in row order: a numpy array on the host, a tensor on the
-    # device.
     table: np.ndarray
     num_slots: int = 0  # how many parts of tiles there are; host only
 
+    fields: ClassVar[int] = FIELDS
     splits: ClassVar[bool] = True
     name: ClassVar[str] = "split"
 
@@ -146,64 +141,35 @@ class SplitTiles(TableSchedule):
         first, end = ranges.first_blocks[tiles].copy(), ranges.end_blocks[tiles].copy()
         end[whole:] = first[whole:] + pieces.end
         first[whole:] += pieces.first
-        num_parts = np.bincount(tiles, minlength=order.num_tiles)[tiles]
-        is_part = num_parts > 1
-        which, slot = np.arange(len(tiles)) - np.searchsorted(tiles, tiles), np.cumsum(is_part) - 1
-        part = np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), ONLY)
+        part = number_parts(tiles)
         segments = np.stack((tiles, first, end, part), axis=1)
         # Clusters that get nothing are not launched.
         used, owners = np.unique(np.concatenate((dealt, pieces.owner)), return_inverse=True)
         table = columns_of_owners(segments, owners, len(used))
-        return cls(order, len(used), table, int(is_part.sum()))
-
-    @property
-    def entries(self) -> np.ndarray:
-        """The table as (rounds * num_clusters, FIELDS), round by round."""
-        return self.table.reshape(-1, FIELDS)
-
-    @property
-    def owners(self) -> np.ndarray:
-        return np.flatnonzero(self.entries[:, 0] != END) % self.num_clusters
+        return cls(order, len(used), table, int((part != ONLY).sum()))
 
     @property
     def parts(self) -> Parts:
-        tile, first, end, part = self.entries[self.entries[:, 0] != END].astype(np.int64).T
+        tile, first, end, part = self.entries.astype(np.int64).T
         return Parts(tile, first, end, part != ONLY)
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-        segments = entries_of(self.table, self.num_clusters, FIELDS)
-        num_parts = count_segments(self.order, segments[:, 0])
+        segments = entries_of(self)
+        count_segments(self.order, segments[:, 0])
         segments = segments[np.lexsort((segments[:, 1], segments[:, 0]))]
         check_key_blocks(self.order, segments, first_blocks, end_blocks)
-        check_parts(self.order, self.num_slots, segments, num_parts)
+        check_parts(self.order, self.num_slots, segments)
 
-    def first(self, cluster) -> SplitCursor:
-        return self.read(cluster)
-
-    def next(self, cursor: SplitCursor) -> SplitCursor:
-        return self.read(cursor.position + self.num_clusters)
-
-    def read(self, position) -> SplitCursor:
-        entries = (self.table[position * FIELDS + i] for i in range(FIELDS))
-        return SplitCursor(position, *(int(n) if isinstance(n, np.integer) else n for n in entries))
-
-    def is_valid(self, cursor: SplitCursor):
-        return cursor.index != END
-
-    def segment(self, cursor: SplitCursor) -> Segment:
-        tile = self.order.tile(cursor.index)
-        return Segment(tile, cursor.first_block, cursor.end_block, PackedPart(cursor.part))
+    def segment(self, cursor: TableCursor) -> Segment:
+        index, first_block, end_block, part = cursor.entry
+        return Segment(self.order.tile(index), first_block, end_block, PackedPart(part))
 
 
 class RaggedSegmentsCursor(NamedTuple):
     """A CTA's position in the table of segments, the segment there, and its tile's record."""
 
-    # position, index, first_block, end_block, part: of a `SplitCursor`.
     position: int
-    index: int
-    first_block: int
-    end_block: int
-    part: int
+    entry: tuple
     head: int  # query head
     record: TileRecord  # the tile's record; anything at the end
 
@@ -223,21 +189,19 @@ class RaggedSegments(SplitTiles):
         """A cursor before the first segment: the kernel that writes it may still be running."""
         zero = cluster * 0
         record = TileRecord(*(zero for _ in TileRecord._fields))
-        return RaggedSegmentsCursor(cluster, zero, zero, zero, zero, zero, record)
+        return RaggedSegmentsCursor(cluster, (zero,) * FIELDS, zero, record)
 
     def begin(self, cursor: RaggedSegmentsCursor) -> RaggedSegmentsCursor:
         return self.read(cursor.position)
 
     def read(self, position) -> RaggedSegmentsCursor:
-        found = super().read(position)
-        head, record = self.order.tile(larger(found.index, 0))
-        return RaggedSegmentsCursor(*found, head, record)
+        cursor = super().read(position)
+        return RaggedSegmentsCursor(*cursor, *self.order.tile(larger(cursor.entry[0], 0)))
 
     def segment(self, cursor: RaggedSegmentsCursor) -> Segment:
-        record, part = cursor.record, PackedPart(cursor.part)
+        record, (index, first_block, end_block, part) = cursor.record, cursor.entry
         tile = Tile(record.m_block, cursor.head, record.batch)
-        blocks = cursor.first_block, cursor.end_block
-        return Segment(tile, *blocks, part, record, cursor.index)
+        return Segment(tile, first_block, end_block, PackedPart(part), record, index)
 
 
 # Cached: the planner cuts to predict a time, then again for the plan that it chose.

@@ -9,12 +9,12 @@ import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
-from fa3.schedules.coverage import END, count_segments, entries_of
-from fa3.schedules.order import TableSchedule, TileOrder
+from fa3.schedules.coverage import count_segments, entries_of
+from fa3.schedules.order import END, TableCursor, TableSchedule, TileOrder
 from fa3.schedules.segment import Segment, Tile
 
 MANY_TILES = 2560
@@ -29,26 +29,15 @@ LAST_ROUNDS = 8
 TICKS = 1 << 20  # time of the longest tile, in the integer ticks of an assignment
 
 
-class ListCursor(NamedTuple):
-    """A cluster's position in the table, and the entry there: a tile number or `END`."""
-
-    position: int
-    entry: int
-
-
 @dataclass(frozen=True, eq=False)
 class TileList(TableSchedule):
-    """Each cluster has a column of tile numbers and works on them from the top down to `END`.
-
-    `table` is a (rounds, num_clusters) int32 matrix, flat in row order: a numpy array on the host,
-    a tensor on the device. The kernel reads the next entry while it works on the present tile,
-    which hides the read's latency.
-    """
+    """Each cluster has a column of tile numbers."""
 
     order: TileOrder
     num_clusters: int
     table: np.ndarray
 
+    fields: ClassVar[int] = 1
     name: ClassVar[str] = "list"
 
     @classmethod
@@ -103,33 +92,19 @@ class TileList(TableSchedule):
     @property
     def owners(self) -> np.ndarray:
         """The cluster of every tile, by the tile's number."""
-        places = np.flatnonzero(self.table != END)
         owners = np.empty(self.order.num_tiles, np.int64)
-        owners[self.table[places]] = places % self.num_clusters
+        owners[self.entries[:, 0]] = super().owners
         return owners
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-        entries = entries_of(self.table, self.num_clusters, 1)
+        entries = entries_of(self)
         count = count_segments(self.order, entries[:, 0])
         if count.max(initial=0) > 1:
             tile = self.order.tile(int(count.argmax()))
             raise ValueError(f"schedule has {tile} {count.max()} times")
 
-    def first(self, cluster) -> ListCursor:
-        return self.read(cluster)
-
-    def next(self, cursor: ListCursor) -> ListCursor:
-        return self.read(cursor.position + self.num_clusters)
-
-    def read(self, position) -> ListCursor:
-        entry = self.table[position]
-        return ListCursor(position, int(entry) if isinstance(entry, np.integer) else entry)
-
-    def is_valid(self, cursor: ListCursor):
-        return cursor.entry != END
-
-    def segment(self, cursor: ListCursor) -> Segment:
-        return Segment(self.order.tile(cursor.entry))
+    def segment(self, cursor: TableCursor) -> Segment:
+        return Segment(self.order.tile(cursor.entry[0]))
 
 
 def as_tile(given: object, position: int) -> Tile:
