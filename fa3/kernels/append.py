@@ -22,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
@@ -279,7 +280,7 @@ class AppendArguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Append:
+class Append(KernelBase):
     """The append kernel, compiled for one kind of cache and one rotary embedding."""
 
     dtype: str  # element type of q, k, v and, unless it is FP8, the cache
@@ -297,21 +298,14 @@ class Append:
     fp8: bool = False  # whether the cache is FP8
 
     entry_name: ClassVar[str] = "fa3_append"
-    is_storable: ClassVar[bool] = True
+    arguments_type: ClassVar[type] = AppendArguments
 
     @property
     def cache_dtype(self) -> str:
         return FP8 if self.fp8 else self.dtype
 
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*AppendArguments.symbolic(self), arguments.symbolic_stream()]
-
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `AppendArguments` and a stream."""
-        *given, stream = given
-        call = AppendArguments(*given)
+    def launch(self, call: AppendArguments, stream):
         pages = 1 if call.page_table is None else call.page_table.shape[1]
         capacity = capacity_of(call.k_cache.shape[1], pages)
         cache = Cache(call.k_cache, call.v_cache, call.page_table, call.batch_idx, capacity)
@@ -324,7 +318,6 @@ class Append:
             queries = Queries(call.q, call.rotated, call.query_step, call.cu_seqlens_q)
             tables = Tables(call.cos, call.sin)
             vectors = cutlass.max(vectors, queries.rows * (self.head_dim // VECTOR))
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(cache, new, call.new_seqlens, queries, tables, call.descales).launch(
             grid=(cute.ceil_div(vectors, THREADS), 2 if self.rotary is None else 3, 1),
             block=(THREADS, 1, 1),

@@ -64,7 +64,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import (
     LISTENING_WARPS,
@@ -79,6 +78,7 @@ from fa3.kernels.backward_roles import (
     BackwardRoles,
     BackwardTensors,
 )
+from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives import arguments
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dq_accumulator import DqPieces

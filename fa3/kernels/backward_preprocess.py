@@ -22,8 +22,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, CallSizes, PreprocessArguments
+from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives import arguments
 from fa3.primitives.query_tiles import RowStatistics, place_of_row
 from fa3.primitives.shared_memory import padded

@@ -26,6 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.output_store import RowLse, shared_by
@@ -176,7 +177,7 @@ class CombineArguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Combine:
+class Combine(KernelBase):
     """The combine kernel."""
 
     dtype: str  # element type of O
@@ -188,23 +189,15 @@ class Combine:
     is_packed: bool = False
 
     entry_name: ClassVar[str] = "fa3_combine"
-    is_storable: ClassVar[bool] = True
-
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*CombineArguments.symbolic(self), arguments.symbolic_stream()]
+    arguments_type: ClassVar[type] = CombineArguments
 
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `CombineArguments` and a stream."""
-        *given, stream = given
-        call = CombineArguments(*given)
+    def launch(self, call: CombineArguments, stream):
         if cutlass.const_expr(call.workspace is None):
             source = DenseParts(call.dense_o, call.dense_lse)
         else:
             size = WorkspaceSize(call.num_records, call.num_slots, call.rows)
             source = Workspace.of(call.workspace, size, self.head_dim_v)
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         o = call.o
         if cutlass.const_expr(self.is_packed):
             # Whatever sequence a record names: its rows count from the first one.

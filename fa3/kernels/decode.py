@@ -56,7 +56,6 @@ from fa3.kernels.decode_memory import (
     consumer_barrier,
     publish,
 )
-from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import (
@@ -114,16 +113,10 @@ class Decode(DecodeMemory):
     """The decode kernel: its launch and the roles of its warps."""
 
     entry_name: ClassVar[str] = "fa3_decode"
-
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*DecodeArguments.symbolic(self), arguments.symbolic_stream()]
+    arguments_type: ClassVar[type] = DecodeArguments
 
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `DecodeArguments` and a stream."""
-        *given, stream = given
-        call = DecodeArguments(*given)
+    def launch(self, call: DecodeArguments, stream):
         ratio, page_table = self.qhead_per_kvhead, call.page_table
         q, o = call.q, call.o
         packed_q = packed_k = None
@@ -184,7 +177,6 @@ class Decode(DecodeMemory):
         divisors = Divisor.of(num_m_blocks), Divisor.of(num_crews), Divisor.of(cut.width)
         window = Window(call.window_left, call.window_right)
         sizes = capacity, seqlen_q, window, *divisors, num_groups
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(operands, workspace, call.softmax_scale, cut, sizes).launch(
             grid=(call.num_ctas, 1, 1),
             block=(self.threads, 1, 1),

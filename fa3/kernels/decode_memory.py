@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, pipeline
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.decode_launch import DecodeConfig
+from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline

@@ -45,7 +45,6 @@ from fa3.kernels.forward_epilogue import (
     TileContext,
 )
 from fa3.kernels.forward_launch import BOUNDED, OTHER_REGISTERS, ForwardArguments, ForwardConfig
-from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
@@ -102,6 +101,7 @@ class Forward(ForwardEpilogue):
     has_online_and_fixed: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
+    arguments_type: ClassVar[type] = ForwardArguments
 
     def __post_init__(self):
         self.config.validate(self.spec)
@@ -118,15 +118,8 @@ class Forward(ForwardEpilogue):
         """Keys of a cache that one TMA copy loads."""
         return self.cache.box(self.config.tile_n)
 
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*ForwardArguments.symbolic(self), arguments.symbolic_stream()]
-
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `ForwardArguments` and a stream."""
-        *given, stream = given
-        call = ForwardArguments(*given)
+    def launch(self, call: ForwardArguments, stream):
         config = self.config
         window = Window(call.window_left, call.window_right)
         if cutlass.const_expr(self.schedule_type.is_ragged):
@@ -173,7 +166,6 @@ class Forward(ForwardEpilogue):
         )
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
-        self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
         flags = call.overlaps_decode, call.online_max
         self.kernel(operands, call.softmax_scale, sequences, schedule, *flags).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),

@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 
-from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.attention import Attention
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor

@@ -21,6 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import SmemAllocator
@@ -83,7 +84,7 @@ class MultiSequenceTableOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MultiSequenceTable:
+class MultiSequenceTable(KernelBase):
     """The kernel that makes the tables."""
 
     tile_m: int  # rows of a tile
@@ -93,25 +94,17 @@ class MultiSequenceTable:
     has_used_k: bool
 
     entry_name: ClassVar[str] = "fa3_joined_table"
-    is_storable: ClassVar[bool] = True
+    arguments_type: ClassVar[type] = MultiSequenceTableArguments
 
     def __post_init__(self):
         if self.tile_m != HALVES * ROWS:
             raise ValueError(f"tile_m must be {HALVES * ROWS}, got {self.tile_m}")
 
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*MultiSequenceTableArguments.symbolic(self), arguments.symbolic_stream()]
-
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `MultiSequenceTableArguments` and a stream."""
-        *given, stream = given
-        call = MultiSequenceTableArguments(*given)
+    def launch(self, call: MultiSequenceTableArguments, stream):
         queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
         keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
         window = Window(call.window_left, call.window_right)
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         operands = MultiSequenceTableOperands(
             queries, keys, call.rows, call.tiles, call.table, window
         )

@@ -23,6 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from fa3.kernels.kernel_base import KernelBase
 from fa3.kernels.tile_table import (
     LaneSequence,
     TileTable,
@@ -66,10 +67,10 @@ class SegmentTableArguments(
     __slots__ = ()
 
     @classmethod
-    def symbolic(cls, tiles: TileTable) -> "SegmentTableArguments":
+    def symbolic(cls, kernel: "SegmentTable") -> "SegmentTableArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         more = arguments.int32_vector(), Int32(0), Int32(0)
-        return cls(*TileTableArguments.symbolic(tiles), *more)
+        return cls(*TileTableArguments.symbolic(kernel.tiles), *more)
 
 
 def segment_rows(num_tiles: int) -> int:
@@ -78,26 +79,18 @@ def segment_rows(num_tiles: int) -> int:
 
 
 @dataclass(frozen=True)
-class SegmentTable:
+class SegmentTable(KernelBase):
     """The kernel that makes both tables."""
 
     tiles: TileTable  # the kernel that makes the tile table alone; of tiles of queries
 
     entry_name: ClassVar[str] = "fa3_segment_table"
-    is_storable: ClassVar[bool] = True
-
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*SegmentTableArguments.symbolic(self.tiles), arguments.symbolic_stream()]
+    arguments_type: ClassVar[type] = SegmentTableArguments
 
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `SegmentTableArguments` and a stream."""
-        *given, stream = given
-        call = SegmentTableArguments(*given)
+    def launch(self, call: SegmentTableArguments, stream):
         heads = Divisor.of(call.heads)
         order = RaggedOrder.of(call.table, heads, call.qhead_per_kvhead, call.rows_of_section)
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(self.tiles.operands(call), order, call.segments).launch(
             grid=(1, 1, 1), block=(CUTTERS, 1, 1), stream=stream, use_pdl=True
         )

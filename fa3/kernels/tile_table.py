@@ -28,6 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.shared_memory import SmemAllocator
@@ -152,7 +153,7 @@ class LaneSequence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TileTable:
+class TileTable(KernelBase):
     """The kernel that makes the table."""
 
     # tile_m, tile_n: query rows and keys of a tile or a block.
@@ -168,19 +169,11 @@ class TileTable:
     has_cache: bool = False  # whether keys are in a cache, as many as `seqused_k` says
 
     entry_name: ClassVar[str] = "fa3_tile_table"
-    is_storable: ClassVar[bool] = True
-
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*TileTableArguments.symbolic(self), arguments.symbolic_stream()]
+    arguments_type: ClassVar[type] = TileTableArguments
 
     @cute.jit
-    def __call__(self, *given):
-        """Launch on `TileTableArguments` and a stream."""
-        *given, stream = given
-        call = TileTableArguments(*given)
+    def launch(self, call: TileTableArguments, stream):
         operands = self.operands(call)
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         num_ctas = Int32(1)
         if operands.queries.num_sequences <= WARP:
             num_ctas = (call.capacity + SORTERS - 1) // SORTERS
