@@ -79,7 +79,7 @@ def test_gradcheck(window, recipe, dropout):
     problem, tensors = replace(problem, spec=spec), [*(modifiers.tensors or ())]
     if spec.sinks:
         tensors[-1] = tensors[-1].double().requires_grad_()
-    call = PreparedCall(plan_forward(problem), None, (1, 2, 5), problem=problem)
+    call = PreparedCall(plan_forward(problem), None, (1, 2, 5), problem)
 
     def attend(*given):
         return call.attend(*given, torch.empty_like(inputs[0]), scale=0.25, dropout=dropout)

@@ -13,7 +13,7 @@ from test_latest import operand, packed_operands
 import fa3
 from fa3.__main__ import main
 from fa3.calls.call import AttentionCall
-from fa3.calls.decode import prepare_decode
+from fa3.calls.decode import plan_decode
 from fa3.calls.forward import prepare_forward
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
@@ -21,7 +21,7 @@ from fa3.calls.varlen import prepare_varlen
 from fa3.planning.gpu import GPUS
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
-from fa3.planning.routes import PackedSizes, kernels_of_packed
+from fa3.planning.routes import PackedSizes, launches_of_route
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.tools import cubin
@@ -156,7 +156,7 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
     call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
-    plan = prepare_decode(call, Options(Window(right=0))).plan
+    plan = plan_decode(call, Options(Window(right=0)))
     arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends
     found = facts(capsys, "--call", "cache", "--gpu", "H200", *arguments)
@@ -179,10 +179,10 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     call = prepare_varlen(packed_operands(q=q, k=k, v=v), Options(Window(right=0)))
     rows = batch * seqlen_q, batch * seqlen_k
     route = call.signature.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
-    kernels = kernels_of_packed(call.signature, route.name, route.most_queries)
+    launches = launches_of_route(call.signature, route.name, route.most_queries)
     found = facts(capsys, "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal")
     assert [kernel.split(",")[0] for kernel in found["kernels"]] == names
-    assert found["kernels"] == list(map(describe_kernel, kernels))
+    assert found["kernels"] == [describe_kernel(launch.kernel) for launch in launches]
     assert found["rule"] == route.reason
 
 

@@ -71,13 +71,13 @@ def packed(call: dict) -> dict:
 @pytest.fixture
 def merged(monkeypatch):
     """How many calls merged parts inside of their launch."""
-    found, start = [], PreparedDecode.start
+    found, attend = [], PreparedDecode.attend
 
-    def noting(self, *given):
-        found.append(self.counters > 0)
-        return start(self, *given)
+    def noting(self, *given, **named):
+        found.append(self.plan.merges_inside)
+        return attend(self, *given, **named)
 
-    monkeypatch.setattr(PreparedDecode, "start", noting)
+    monkeypatch.setattr(PreparedDecode, "attend", noting)
     return found
 
 

@@ -14,7 +14,7 @@ from reference import check_attention, dense
 from score_problems import RelativeBias
 
 import fa3
-from fa3.calls.forward import PreparedCall
+from fa3.calls.forward import prepare_plan, values_of_dense
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
@@ -127,7 +127,7 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
     lse = q.new_full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32)
-    call, found = PreparedCall.on_gpu(plan, q.device, out.shape, lse.shape), set()
+    prepared, found = prepare_plan(plan, q.device), set()
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
@@ -145,10 +145,9 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
         words.zero_()
 
     modifiers = None if alibi_slopes is None else (alibi_slopes,)
-    first, again = call.launches
-    replace(call, launches=(first, again._replace(kernel=look))).launch(
-        q, k, v, out, lse, modifiers, q.shape[3] ** -0.5
-    )
+    first, (_, arguments_of) = prepared.kernels
+    values = values_of_dense(q, k, v, out, lse, modifiers, q.shape[3] ** -0.5)
+    prepared._replace(kernels=(first, (look, arguments_of))).run(values)
     return found, out, lse
 
 

@@ -7,30 +7,42 @@ are interrupted right before it.
 import ctypes
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from free_counters import used_counters
 
 import fa3
-from fa3.calls import decode, launcher
+from fa3.calls import launcher
 from fa3.calls.decode import PreparedDecode
-from fa3.calls.forward import PreparedCall
-from fa3.calls.launcher import Tiles
-from fa3.calls.packed_calls import PreparedMultiSequence, PreparedVarlen
+from fa3.calls.forward import prepare_plan, values_of_dense
+from fa3.calls.packed_calls import PackedCall
+from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
+from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.joined_table import MultiSequenceTableArguments
-from fa3.kernels.segment_table import SegmentTableArguments
-from fa3.kernels.tile_table import TileTableArguments
-from fa3.planning.launch import Launch, template_of
-from fa3.planning.routes import PackedSizes
+from fa3.planning.gpu import H200
+from fa3.planning.grouped import GroupedPlan
+from fa3.planning.planner import plan_forward
+from fa3.planning.routes import (
+    FORWARD,
+    PACKED,
+    SHARED,
+    SPLIT,
+    PackedSizes,
+    Route,
+    Signature,
+)
+from fa3.planning.tilings import choose_config
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.varlen import RaggedOperands
 from fa3.running import counters, graphs
 from fa3.running.counters import StreamCounters
+from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
+from fa3.scores.masks import Band
 
 SOURCES = str(Path(fa3.__file__).parent)
 
@@ -45,10 +57,9 @@ def stream(monkeypatch) -> StreamCounters:
     monkeypatch.setattr(counters, "BY_STREAM", {})
     monkeypatch.setattr(counters, "RESERVES", {})
     monkeypatch.setattr(graphs, "LIVE", {})
-    for module in (decode, launcher):
-        monkeypatch.setattr(module, "current_device", lambda: None)
-        monkeypatch.setattr(module, "current_stream", lambda index: 7)
-        monkeypatch.setattr(module, "capture_of", lambda stream: None)
+    monkeypatch.setattr(launcher, "current_device", lambda: None)
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 7)
+    monkeypatch.setattr(launcher, "capture_of", lambda stream: None)
     return counters.counters_of(Q.device, 7, None)
 
 
@@ -88,50 +99,57 @@ def makes_table(*given) -> None:
             words.zero_()
 
 
-def launch(entry: Callable, arguments: type) -> Launch:
-    """The launch of a stub."""
-    return Launch(entry, template_of(arguments))
+def stub_of(kernel: object) -> Callable:
+    """Return what runs in place of a kernel."""
+    if isinstance(kernel, Decode):
+        return attends
+    if not isinstance(kernel, Forward):
+        return makes_table
+    if kernel.schedule_type in (RecomputeTiles, RecomputeRaggedTiles):
+        return computes_again
+    return merges_parts if kernel.schedule_type.splits else marks_rows
+
+
+SPEC = AttentionSpec("bfloat16", 64, 64, Band())
+PROBLEM = Problem(SPEC, 1, 8, 8, 4, 1, Window())
+SIZES = PackedSizes(2, 4, 8, 8, 5, 5)
+
+
+def packed(name: str) -> PackedCall:
+    """Return calls that take a route."""
+    signature = Signature(PACKED, SPEC, Window(), 4, 4, H200)
+    vars(signature)["latest"] = SIZES, Route(name, 0, "")
+    call = PackedCall.of(signature, on_gpu=True)
+    call.prepared(name, 0)
+    return call
+
+
+with pytest.MonkeyPatch.context() as stubs:
+    stubs.setattr(launcher, "load_kernel", stub_of)
+    DECODES = PreparedDecode.of(GroupedPlan.of(PROBLEM, H200).decode, on_gpu=True)
+    CONFIG = replace(choose_config(PROBLEM, H200), fixed_reference=True)
+    DENSE = prepare_plan(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), Q.device)
+    ALONE, SPLITS, SHARES = map(packed, (FORWARD, SPLIT, SHARED))
 
 
 def decodes() -> None:
-    call = PreparedDecode(None, launch(attends, DecodeArguments), counters=5, workspace=8)
-    call.start(OPERANDS, NO_TABLES, None, 1.0)()
-
-
-def decodes_packed() -> None:
-    call = PreparedDecode(None, launch(attends, DecodeArguments), counters=5, workspace=8)
-    call.start(OPERANDS, NO_TABLES, None, 1.0, 0, 8)()
+    DECODES.attend(OPERANDS, NO_TABLES, None, 1.0)
 
 
 def is_dense() -> None:
-    launches = tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again))
-    call = PreparedCall(None, None, (), launches, Tiles(2, 2, num_marks=8, num_counters=4))
-    call.launch(Q, Q, Q, Q, None, None, 1.0)
+    DENSE.run(values_of_dense(Q, Q, Q, Q, None, None, 1.0))
 
 
-def is_packed(splits: bool = False) -> None:
-    whole, split = (
-        tuple(launch(one, ForwardArguments) for one in (main, computes_again))
-        for main in (marks_rows, merges_parts)
-    )
-    whole = launch(makes_table, TileTableArguments), *whole
-    split = launch(makes_table, SegmentTableArguments), *split
-    signature = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64), cache=None)
-    call = PreparedVarlen(signature, lambda splits: split if splits else whole, 128, 112, 132)
-    call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 8), None, 1.0, splits=splits)
+def is_packed() -> None:
+    ALONE.attend(OPERANDS, SIZES, None, 1.0)
 
 
 def is_split_on_the_gpu() -> None:
-    is_packed(splits=True)
+    SPLITS.attend(OPERANDS, SIZES, None, 1.0)
 
 
 def shares_tiles() -> None:
-    kernels = (
-        launch(makes_table, MultiSequenceTableArguments),
-        tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
-    )
-    call = PreparedMultiSequence(*kernels, 128, 132)
-    call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 5), None, 1.0)
+    SHARES.attend(OPERANDS, SIZES, None, 1.0)
 
 
 # --------------------------------------------------------------------------------- interruptions
@@ -165,7 +183,6 @@ def run_up_to(call: Callable[[], None], steps: int) -> int:
     "call",
     [
         decodes,
-        decodes_packed,
         is_dense,
         is_packed,
         is_split_on_the_gpu,

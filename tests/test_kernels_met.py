@@ -14,7 +14,7 @@ from test_latest import operand, packed_operands
 from varlen_problems import signature_with
 
 import fa3
-from fa3.calls import decode, forward, kvcache, packed_calls, varlen
+from fa3.calls import decode, forward, kvcache, launcher, packed_calls, varlen
 from fa3.calls.call import NAMES_BY_KIND
 from fa3.calls.kvcache import prepare_cache_call
 from fa3.calls.options import CACHED, Options
@@ -26,7 +26,17 @@ from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_dense, plan_forward
-from fa3.planning.routes import CACHE, PACKED, SHARED, PackedSizes, Signature, choose_route
+from fa3.planning.routes import (
+    BOTH,
+    CACHE,
+    DECODE,
+    PACKED,
+    SPLIT,
+    PackedSizes,
+    Signature,
+    choose_route,
+    launches_of_route,
+)
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.reference.cache import HostAppend
@@ -64,7 +74,7 @@ def loaded(monkeypatch) -> dict:
 
     gpu = SimpleNamespace(multi_processor_count=H200.num_sms, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for module in (decode, kvcache, packed_calls):
+    for module in (launcher, kvcache):
         monkeypatch.setattr(module, "load_kernel", load)
     for module in (packed_calls, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
@@ -109,7 +119,7 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
         attends = prepare_on_pages(model, window, *sizes).attends
         if isinstance(attends, PackedCall):
-            attends.alone.launches(True)
+            attends.prepared(SPLIT, 0)
         assert loaded.keys() <= compiled, (window, *sizes)
     assert len(loaded) > 2
 
@@ -134,9 +144,9 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
             if model.sinks else None,
         )  # fmt: skip
         call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
-        call.alone.launches(True)
+        call.prepared(SPLIT, 0)
         for queries, overlaps_forward in product(QUERIES, (False, True)):
-            call.decode(queries, overlaps_forward)
+            call.prepared(BOTH if overlaps_forward else DECODE, queries)
         assert loaded.keys() <= compiled, window
     assert len(loaded) > 4
 
@@ -184,21 +194,14 @@ def met(monkeypatch):
     def of_cache(plan, *rest):
         found.update((launch.kernel, None) for launch in plan.launches)
 
-    def of_packed(signature, *rest, **options):
-        found.update((launch.kernel, None) for launch in signature.launches())
+    def of_packed(call, operands, sizes, *rest, **options):
+        route = call.signature.route(sizes)
+        of_route = call.signature, route.name, route.most_queries, call.decode_plan
+        found.update((launch.kernel, None) for launch in launches_of_route(*of_route))
 
-    def of_route(call, operands, sizes, route, *rest):
-        if route.name == SHARED:
-            launches = call.signature.shared_launches()
-            found.update((launch.kernel, None) for launch in launches)
-        else:
-            attend_one_by_one(call, operands, sizes, route, *rest)
-
-    attend_one_by_one = PackedCall.attend_one_by_one
     monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
-    monkeypatch.setattr(packed_calls, "execute_varlen", of_packed)
-    monkeypatch.setattr(PackedCall, "attend_one_by_one", of_route)
+    monkeypatch.setattr(PackedCall, "attend", of_packed)
     monkeypatch.setattr(
         HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})
     )

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
 
-from fa3.calls import combine, decode, kvcache
+from fa3.calls import combine, decode, kvcache, launcher
 from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
@@ -220,14 +220,16 @@ def prepared(monkeypatch):
     kernels = []
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=150 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(decode, "load_kernel", kernels.append)
+    monkeypatch.setattr(launcher, "load_kernel", kernels.append)
 
     def prepare(batch=1, heads_kv=1, pages=1 << 21, page_size=1024, head_dim=128, **options):
         q = operand(batch, 1, heads_kv, head_dim, device="cuda:0")
         cache = operand(10, page_size, heads_kv, head_dim)
         table = operand(batch, pages, dtype=torch.int32)
         call = AttentionCall(q, cache, cache, *[None] * 7, table, None)
-        return decode.prepare_decode(call, Options(**options)), kernels
+        return decode.PreparedDecode.of(
+            decode.plan_decode(call, Options(**options)), on_gpu=True
+        ), kernels
 
     return prepare
 
@@ -275,7 +277,7 @@ def test_an_absurd_workspace_is_refused(options, prepared):
 
 def test_a_large_workspace_is_not(prepared):
     call, _ = prepared(batch_invariant=True)
-    assert 1 << 30 < 4 * call.workspace < 8 << 30
+    assert 1 << 30 < 4 * sum(count for _, count in call.plan.memory.parts) < 8 << 30
 
 
 def test_parts_that_32_bits_do_not_count_are_refused():

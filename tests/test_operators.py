@@ -451,7 +451,6 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
         return SimpleNamespace(launch=lambda *given: Gradients(None, None, None, None))
 
     monkeypatch.setattr(backward.BackwardCall, "prepared", prepared)
-    monkeypatch.setattr(backward, "with_device", lambda device, launch, *given: launch())
     for deterministic in (True, False):
         case = {"dense": backward_case, "packed": varlen_backward_case}[call]
         _, named = case(deterministic=deterministic)

@@ -10,7 +10,7 @@ from decode_segments import records
 from pairs import places
 from problems import poisoned_allocations
 from reference import check_attention
-from varlen_problems import VarlenProblem, check_call, on_cache, random_problem
+from varlen_problems import VarlenProblem, check_call, note_attending, on_cache, random_problem
 
 import fa3
 from fa3.calls import decode, kvcache, operands, overlap, packed_calls
@@ -72,31 +72,15 @@ def test_random_chunks(seed, where):
 )
 def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkeypatch):
     """Where the forward kernel would leave SMs idle, in a cache with room for many keys."""
-    attending = []
-
-    def watch(kind, name):
-        function = getattr(kind, name)
-
-        def run(self, *given, **named):
-            attending.append(self)
-            return function(self, *given, **named)
-
-        monkeypatch.setattr(kind, name, run)
-
-    watch(decode.PreparedDecode, "start")
-    watch(packed_calls.PreparedVarlen, "launch")
+    attending = note_attending(monkeypatch)
     keys = tuple(3 * count + (100 if where == "cpu" else 1000) for count in queries)
     problem = VarlenProblem(queries, keys, heads_kv=2, group=heads // 2, causal=True)
     check(problem, None, where, capacity=FEWEST_EARLIER_KEYS, max_seqlen_q=max(queries))
     if are_few:
         (alone,) = attending
-        assert isinstance(alone, decode.PreparedDecode) and not alone.plan.overlaps_forward
-        assert max(queries) <= alone.plan.sizes.seqlen_q < 1 << 13
+        assert max(queries) <= alone < 1 << 13
     else:
-        assert all(
-            not isinstance(one, decode.PreparedDecode) or one.plan.overlaps_forward
-            for one in attending
-        )
+        assert "forward" in attending
 
 
 @pytest.mark.parametrize("ends", [(-(2**31), 4), (100, -(2**31)), (2**31 - 1, -(2**31)), (5, 9)])
@@ -162,9 +146,7 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatc
     count = plan.workspace.num_records
     assert len(set(numbers)) == len(numbers) < count and max(numbers) < count
     assert plan.clears_records
-    monkeypatch.setattr(decode, "load_kernel", lambda kernel: kernel)
-    prepared = decode.PreparedDecode.of(plan, on_gpu=True)
-    assert prepared.cleared == plan.workspace.numbers_of_records > 0
+    assert plan.memory.cleared == plan.workspace.numbers_of_records > 0
     # Elsewhere every record has a CTA that writes it.
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
 
@@ -299,16 +281,15 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
         q, out, seqlens = operands.q, operands.out, operands.seqused_k
         attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 
-    def start(self, operands, tables, modifiers, scale, seqlen_new, descales):
+    def alone(self, operands, tables, modifiers, scale, seqlen_new, descales):
         note(self, operands, seqlen_new)
-        return decode.merge_nothing
 
     monkeypatch.setattr(
         packed_calls.PackedCall,
         "attend",
         lambda self, operands, *rest, **named: note(self, operands),
     )
-    monkeypatch.setattr(decode.PreparedDecode, "start", start)
+    monkeypatch.setattr(decode.PreparedDecode, "attend", alone)
     call = appending_call(1.0, "cpu")
     lengths = call["cache_seqlens"].tolist()
     if not is_long:

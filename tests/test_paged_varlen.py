@@ -15,13 +15,13 @@ from varlen_problems import (
     check_varlen,
     integers,
     make_call,
+    note_attending,
     on_pages,
     random_problem,
     unused,
 )
 
 import fa3
-from fa3.calls import packed_calls
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.problem import NO_BOUND
 
@@ -99,14 +99,11 @@ def test_a_step_of_an_engine(page_size, functions, used, window, dtype, where):
 )
 @pytest.mark.parametrize("functions", [FUNCTIONS[2], {}], ids=str)
 def test_calls_of_the_decode_kernel_alone(functions, options, where, monkeypatch):
-    launched = []
-    monkeypatch.setattr(
-        packed_calls.PreparedVarlen, "launch", lambda *given, **named: launched.append(given)
-    )
+    attending = note_attending(monkeypatch)
     recipe = Recipe(sinks="float32", **functions)
     problem = VarlenProblem((60, 3, 0), (300, 130, 40), (60, 2, 0), recipe=recipe, causal=True)
     check(problem, 16, where, **options)
-    assert not launched
+    assert attending and "forward" not in attending
 
 
 @pairs(page_size=[16, 64, 128], functions=[{}, {"score": "relative", "mask": "documents"}])

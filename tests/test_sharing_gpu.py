@@ -3,7 +3,6 @@
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from problems import make_operands, make_problem
 from reference import check_attention
 
 import fa3
-from fa3.calls.forward import PreparedCall, prepare_forward
+from fa3.calls.forward import prepare_forward, prepare_plan, values_of_dense
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.running import counters, graphs
@@ -71,17 +70,17 @@ def test_an_interruption_between_launches_leaves_nothing_behind(error, device, m
     expected, _ = attend(q, k, v, plan)
     ordinary = ordinary_call(device, 1)
     expected_ordinary, _ = attend(*ordinary)
-    real = PreparedCall.on_gpu(plan, q.device, expected.shape, ())
+    real = prepare_plan(plan, q.device)
     lse = q.new_empty(1, 8, 4096, dtype=torch.float32)
 
     def interrupt(*arguments):
         raise error("between two launches")
 
-    first, again = real.launches
-    broken = replace(real, launches=(first, again._replace(kernel=interrupt)))
+    first, (_, arguments_of) = real.kernels
+    broken = real._replace(kernels=(first, (interrupt, arguments_of)))
     for _ in range(3):
         with pytest.raises(error):
-            broken.launch(q, k, v, torch.empty_like(q), lse, None, 128**-0.5)
+            broken.run(values_of_dense(q, k, v, torch.empty_like(q), lse, None, 128**-0.5))
         assert torch.equal(attend(*ordinary)[0], expected_ordinary)
         assert torch.equal(attend(q, k, v, plan)[0], expected)
 

@@ -17,6 +17,7 @@ from varlen_problems import (
     forget_routes,
     integers,
     make_call,
+    note_attending,
     random_problem,
     share_tiles,
     unused,
@@ -24,7 +25,6 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import decode, packed_calls
 from fa3.integrations import torch as integration
 from fa3.planning import routes
 from fa3.planning.gpu import H200
@@ -87,26 +87,7 @@ def test_random_calls(seed, num_splits, dtype, longest, most_sequences, where):
 
 @pytest.fixture
 def attending(monkeypatch):
-    """What attends for calls: the most queries of a plan of the decode kernel alone, "beside" where
-    it has other sequences than the forward kernel, "forward"."""
-    found = []
-
-    def note(where, name, describe):
-        function = getattr(where, name)
-
-        def run(*given, **named):
-            found.append(describe(*given))
-            return function(*given, **named)
-
-        monkeypatch.setattr(where, name, run)
-
-    def of_decode(plan, *rest):
-        return "beside" if plan.overlaps_forward else plan.sizes.seqlen_q
-
-    note(decode.PreparedDecode, "start", lambda kernels, *rest: of_decode(kernels.plan))
-    note(packed_calls, "execute_varlen", lambda *rest: "forward")
-    note(packed_calls.PreparedVarlen, "launch", lambda *rest: "forward")
-    return found
+    return note_attending(monkeypatch)
 
 
 FEW = VarlenProblem((60, 0, 40), (520, 5, 30), heads_kv=1, group=4, causal=True, spare=3)

@@ -14,9 +14,11 @@ from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
 
 import fa3
+from fa3.calls.decode import PreparedDecode
+from fa3.calls.packed_calls import PackedCall
 from fa3.planning import routes
 from fa3.planning.gpu import H200
-from fa3.planning.routes import CACHE, PACKED, Signature
+from fa3.planning.routes import CACHE, DECODE, PACKED, Signature
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores.masks import Band
 
@@ -87,6 +89,33 @@ def share_tiles(monkeypatch, holds) -> None:
     )
     monkeypatch.setitem(routes.RULES, routes.PACKED, tuple(rules))
     forget_routes(monkeypatch)
+
+
+def note_attending(monkeypatch) -> list:
+    """Have what attends noted for later calls: the most queries of a plan of the decode kernel
+    alone, "beside" where it has other sequences than the forward kernel, "forward"."""
+    found: list = []
+
+    def of_packed(call, operands, sizes, tensors, scale, dropout=None, has_gradients=False):
+        signature = call.with_gradients if has_gradients else call.signature
+        route = signature.route(sizes)
+        if route.name == DECODE:
+            found.append(call.decode_plan(route.most_queries, False).sizes.seqlen_q)
+        elif route.has_forward:
+            found.extend(["beside"] * (route.most_queries > 0) + ["forward"])
+
+    def watch(kind: type, note: Callable) -> None:
+        attend = kind.attend
+
+        def noted(self, *given, **named):
+            note(self, *given)
+            return attend(self, *given, **named)
+
+        monkeypatch.setattr(kind, "attend", noted)
+
+    watch(PackedCall, of_packed)
+    watch(PreparedDecode, lambda call, *given: found.append(call.plan.sizes.seqlen_q))
+    return found
 
 
 def signature_with(spec: AttentionSpec, **fields: object) -> Signature:

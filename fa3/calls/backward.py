@@ -8,26 +8,24 @@ which the host never reads. On the CPU `fa3.reference.backward` computes the sam
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.launcher import with_device
+from fa3.calls.launcher import Prepared
 from fa3.calls.operands import ALIGNMENT, used_queries
-from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
     BackwardKernels,
     BackwardPlan,
     BackwardSizes,
     PackedRows,
+    launch_of_pass,
     shares_of_packed,
     sizes_of_packed,
-    template_of_pass,
 )
 from fa3.planning.key_split import KeyShares
-from fa3.planning.launch import slots
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import (
@@ -39,21 +37,13 @@ from fa3.reference.backward import (
 )
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
-from fa3.running.compiler import load_kernel
-
-TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
-LENGTH_SLOTS = slice(*slots(PassArguments, "cu_seqlens_q", "head_parts"))
-SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT = slots(
-    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers", "dq_at"
-)
 
 
 class PreparedBackward(NamedTuple):
     """What a launch takes of kernels and sizes; the tensors are filled in."""
 
-    entry: Callable  # launches the kernels
-    template: list  # the `PassArguments` in order, the tensors still missing
-    buffer_size: int  # 32-bit numbers of the buffer that the kernels share
+    prepared: Prepared
+    sizes: BackwardSizes
     tile_m: int  # queries of a tile
     dkv_dtype: torch.dtype | None  # dtype of dK and dV; the dtype of K and V if None
 
@@ -61,16 +51,15 @@ class PreparedBackward(NamedTuple):
     def of(
         cls,
         kernels: BackwardKernels,
-        entry: Callable,  # of the kernels, loaded
         sizes: BackwardSizes,
         shares: KeyShares,
         window: Window,
         num_sms: int,
     ) -> "PreparedBackward":
         """Prepare launches of these sizes on so many SMs."""
-        template = template_of_pass(kernels, sizes, shares, window, num_sms)
+        prepared = Prepared.of([launch_of_pass(kernels, sizes, shares, window, num_sms)])
         dtype = torch.float32 if kernels.writes_fp32 else None
-        return cls(entry, template, sizes.layout.end, kernels.config.tile_m, dtype)
+        return cls(prepared, sizes, kernels.config.tile_m, dtype)
 
     def launch(
         self,
@@ -84,24 +73,22 @@ class PreparedBackward(NamedTuple):
         """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, d_out, d_lse = operands
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
-        buffer = lse.new_empty(self.buffer_size)
+        buffer = lse.new_empty(self.sizes.layout.end)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dtype = self.dkv_dtype
         dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
-        has_d_lse = d_lse is not None
-        d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
-        d_lse = d_lse.contiguous() if has_d_lse else lse
-        arguments = self.template.copy()
-        arguments[TENSOR_SLOTS] = q, k, v, out, lse, d_out, d_lse, dq, dk, dv, buffer
-        arguments[MODIFIERS] = tensors or None
-        arguments[SCALE] = softmax_scale
-        arguments[HAS_D_LSE] = has_d_lse
-        if dropout is not None:
-            arguments[DROPOUT] = dropout.arguments
+        values = {
+            "q": q, "k": k, "v": v, "out": out, "lse": lse,
+            "d_out": torch.zeros_like(out) if d_out is None else for_tma(d_out),
+            "d_lse": lse if d_lse is None else d_lse.contiguous(), "has_d_lse": d_lse is not None,
+            "dq": dq, "dk": dk, "dv": dv, "buffer": buffer, "modifiers": tensors or None,
+            "softmax_scale": softmax_scale,
+            "dropout": None if dropout is None else dropout.arguments,
+        }  # fmt: skip
         if lengths is not None:
-            arguments[LENGTH_SLOTS] = lengths
-        self.entry(*arguments)
+            values |= lengths._asdict()
+        self.prepared.run(values)
         if not wants_sinks:
             return Gradients(dq, dk, dv, None)
         statistics = natural_statistics(*self.statistics(buffer, lse), dropout)
@@ -119,7 +106,7 @@ class PreparedBackward(NamedTuple):
             lse: of the call, (batch, heads, seqlen_q), or (heads, total_q) of packed sequences.
         """
         batch, heads = lse.shape[:-1] if lse.dim() == 3 else (1, lse.shape[0])
-        statistics = buffer[: self.template[DQ_AT]]
+        statistics = buffer[: self.sizes.layout.dq_at]
         tiles = statistics.view(batch, heads, -1, STATISTICS, self.tile_m)
         lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
         return lse, delta
@@ -132,22 +119,11 @@ def prepare_backward(
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
     plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
     kernels, window = plan.kernels, problem.window
-    entry = load_kernel(kernels.entry)
-    return PreparedBackward.of(kernels, entry, plan.sizes, plan.shares, window, num_sms)
+    return PreparedBackward.of(kernels, plan.sizes, plan.shares, window, num_sms)
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def load_packed(
-    spec: AttentionSpec,
-    is_ordered: bool,
-    splits: bool,
-    has_used: tuple[bool, bool],
-    writes_fp32: bool,
-) -> tuple[BackwardKernels, Callable]:
-    """Load the kernels for packed sequences; return them and their entry.
-    Remembered, since to look a kernel up takes 20 us, and the object keeps its constants."""
-    kernels = BackwardKernels(spec, is_ordered, splits, True, *has_used, writes_fp32=writes_fp32)
-    return kernels, load_kernel(kernels.entry)
+kernels_for_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
+"""Remembered: the object keeps its constants, and to look a new kernel up takes 20 us."""
 
 
 RECENT_SIZES = 16
@@ -167,9 +143,9 @@ def prepare_packed(
     spec, window = problem
     shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
     splits = writes_fp32 or shares.parts > 1
-    kernels, entry = load_packed(spec, is_ordered, splits, has_used, writes_fp32)
+    kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
     sizes = sizes_of_packed(kernels, window, rows, shares)
-    return PreparedBackward.of(kernels, entry, sizes, shares, window, num_sms)
+    return PreparedBackward.of(kernels, sizes, shares, window, num_sms)
 
 
 class BackwardCall(NamedTuple):
@@ -213,10 +189,9 @@ class BackwardCall(NamedTuple):
             return without_keys(operands, packed, tensors[-1] if wanted.sinks else None)
         if q.is_cuda:
             prepared = self.prepared(operands, packed, wanted)
-            return with_device(
-                q.device, prepared.launch, operands, packed, self.softmax_scale, tensors, dropout,
-                wanted.sinks,
-            )  # fmt: skip
+            return prepared.launch(
+                operands, packed, self.softmax_scale, tensors, dropout, wanted.sinks
+            )
         spec, window = self.problem if packed else (self.problem.spec, self.problem.window)
         operands = operands._replace(
             d_out=torch.zeros_like(out) if d_out is None else d_out,

@@ -7,141 +7,82 @@ allocates its workspace and launches the plan's kernels. Lengths are read on the
 captured graph stays right while they grow.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from fa3.calls.call import AttentionCall
-from fa3.calls.launcher import lse_address
+from fa3.calls.launcher import Prepared, lse_address
 from fa3.calls.options import Options
-from fa3.kernels.combine import CombineArguments
-from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut, ctas_of_call
 from fa3.planning.gpu import H200
-from fa3.planning.launch import Launch, slots
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.reference.cache import execute_decode
 from fa3.reference.varlen import RaggedOperands
-from fa3.running.compiler import load_kernel
-from fa3.running.counters import counters_of
-from fa3.running.graphs import capture_of, current_device, current_stream
-
-TENSORS_AND_LENGTHS = slice(*slots(DecodeArguments, "q", "modifiers"))
-"""From q to page_table, in the order of `DecodeArguments`: tensors, lengths and `CacheTables`. One
-slice: slots one by one take the host 0.2 us more."""
-
-MODIFIERS, DESCALES, WORKSPACE, COUNTERS, SOFTMAX_SCALE, MAX_SEQLEN_K, TILE_TABLE = slots(
-    DecodeArguments,
-    "modifiers", "descales", "workspace", "counters", "softmax_scale", "max_seqlen_k", "table",
-)  # fmt: skip
-MERGED = slice(*slots(CombineArguments, "o", "sinks"))
-SINKS, PARTS_OF_TILES = slots(CombineArguments, "sinks", "workspace")
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedDecode:
-    """How calls of a description run."""
+def values_of_decode(
+    # See `fa3.reference.cache.execute_decode`; with packed queries, those sequences that the plan
+    # has room for.
+    operands: RaggedOperands,
+    tables: CacheTables,  # where sequences are in the cache
+    modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
+    softmax_scale: float,
+    seqlen_new: int = 0,  # keys that each sequence has beyond `seqused_k`
+    max_seqlen_k: int = 0,  # no sequence has more keys, if they are packed
+    descales: tuple[torch.Tensor, ...] | None = None,  # see `DecodeArguments`
+) -> dict[str, Any]:
+    """Return what launches of the decode kernel, and of combine, take of a call."""
+    q, k, v, out, lse, ends_q, ends_k, used_q, seqlens = operands
+    batch_idx, leftpad, page_table = tables
+    return {
+        "q": q, "k": k, "v": v, "o": out, "lse": lse_address(lse), "cu_seqlens_q": ends_q,
+        "cu_seqlens_k": ends_k, "seqused_q": used_q, "seqused_k": seqlens,
+        "batch_idx": batch_idx, "leftpad": leftpad, "page_table": page_table,
+        "modifiers": modifiers, "sinks": modifiers and modifiers[-1],
+        "softmax_scale": softmax_scale, "seqlen_new": seqlen_new, "max_seqlen_k": max_seqlen_k,
+        "descales": descales,
+    }  # fmt: skip
+
+
+class PreparedDecode(NamedTuple):
+    """How calls of a description run in the decode kernel alone."""
 
     plan: DecodePlan
-    attends: Launch | None = None  # the kernel that attends; None on the CPU
-    # The kernel that merges parts; None if there are none, or `attends` merges them.
-    merges: Launch | None = None
-    workspace: int = 0  # numbers of 32 bits that parts take
-    cleared: int = 0  # how many of them, the first ones, must be zero before the launches
-    # How many counters the kernel that attends takes to merge parts; 0 if it does not.
-    counters: int = 0
+    prepared: Prepared | None  # its launches; None on the CPU
 
     @classmethod
     def of(cls, plan: DecodePlan, on_gpu: bool) -> "PreparedDecode":
         """Load the kernels of a plan, if it runs on a GPU."""
-        if not on_gpu:
-            return cls(plan)
-        attends, *merges = (one.loaded(load_kernel) for one in plan.launches)
-        size = plan.workspace
-        numbers = size.numbers(plan.spec.head_dim_v)
-        if not merges:
-            counters = size.num_slots if plan.merges_inside else 0
-            return cls(plan, attends, workspace=numbers, counters=counters)
-        cleared = size.numbers_of_records if plan.clears_records else 0
-        return cls(plan, attends, *merges, workspace=numbers, cleared=cleared)
+        return cls(plan, Prepared.of(plan.launches, plan.memory) if on_gpu else None)
 
-    def start(
+    def attend(
         self,
-        # See `fa3.reference.cache.execute_decode`; with packed queries, those sequences that the
-        # plan has room for.
         operands: RaggedOperands,
-        tables: CacheTables,  # where sequences are in the cache
-        # The tensors of the spec's scores, mask and sinks.
+        tables: CacheTables,
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
-        seqlen_new: int = 0,  # keys that each sequence has beyond `seqused_k`
-        max_seqlen_k: int = 0,  # no sequence has more keys, if they are packed
-        # The tiles of the forward kernel, if that kernel is launched next.
-        table: torch.Tensor | None = None,
-        descales: tuple[torch.Tensor, ...] | None = None,  # see `DecodeArguments`
-    ) -> Callable[[], None]:
-        """Attend on the current stream, or on the CPU; return what launches the merge of parts.
+        seqlen_new: int = 0,
+        max_seqlen_k: int = 0,
+        descales: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        """Attend; `values_of_decode` has the same arguments.
         None of the tensors that have queries or keys is empty. Without lengths the cache is full.
         """
-        if self.attends is None:
-            most_keys = max_seqlen_k or self.plan.sizes.capacity
-            given = operands, most_keys, softmax_scale, modifiers, tables, seqlen_new, descales
-            execute_decode(self.plan, *given)
-            return merge_nothing
-        q, k, v, out, lse, ends_q, ends_k, used_q, seqlens = operands
-        device = q.device
-        if self.counters and device.index != current_device():
-            with torch.cuda.device(device):
-                return self.start(
-                    operands, tables, modifiers, softmax_scale, seqlen_new, max_seqlen_k, table,
-                    descales,
-                )  # fmt: skip
-        lse = lse_address(lse)
-        arguments = self.attends.template.copy()
-        arguments[TENSORS_AND_LENGTHS] = (
-            q, k, v, out, lse, ends_q, used_q, ends_k, seqlens, seqlen_new, *tables,
-        )  # fmt: skip
-        arguments[MODIFIERS] = modifiers
-        arguments[DESCALES] = descales
-        arguments[SOFTMAX_SCALE] = softmax_scale
-        arguments[MAX_SEQLEN_K] = max_seqlen_k
-        arguments[TILE_TABLE] = table
-        if self.counters:
-            stream = current_stream(device.index)
-            stream_memory = counters_of(device, stream, capture_of(stream))
-            counters = stream_memory.take(self.counters)
-            arguments[WORKSPACE] = workspace = stream_memory.take_parts(self.workspace)
-            arguments[COUNTERS] = counters.data_ptr()
-            self.attends.kernel(*arguments)
-            stream_memory.give_back(counters)
-            stream_memory.give_back_parts(workspace)
-            return merge_nothing
-        workspace = None
-        if self.workspace:
-            workspace = q.new_empty(self.workspace, dtype=torch.float32)
-            if self.cleared:
-                workspace[: self.cleared].zero_()
-        arguments[WORKSPACE] = workspace
-        self.attends.kernel(*arguments)
-        if self.merges is None:
-            return merge_nothing
-        merge = self.merges.template.copy()
-        merge[MERGED] = out, lse
-        merge[SINKS] = modifiers[-1] if self.plan.spec.sinks else None
-        merge[PARTS_OF_TILES] = workspace
-        return partial(self.merges.kernel, *merge)
+        of_call = operands, tables, modifiers, softmax_scale, seqlen_new, max_seqlen_k, descales
+        if self.prepared is not None:
+            self.prepared.run(values_of_decode(*of_call))
+            return
+        most_keys = max_seqlen_k or self.plan.sizes.capacity
+        execute_decode(
+            self.plan, operands, most_keys, softmax_scale, modifiers, tables, seqlen_new, descales
+        )
 
 
-def merge_nothing() -> None:
-    """Launch no merge: the kernel that attends has merged the parts."""
-
-
-def prepare_decode(
+def plan_decode(
     call: AttentionCall, options: Options, overlaps_forward: bool = False
-) -> PreparedDecode:
-    """Choose how calls of a description run, and load their kernels.
+) -> DecodePlan:
+    """Choose how calls of a description run in the decode kernel.
 
     Args:
         call: valid, and with room for keys and queries.
@@ -166,4 +107,4 @@ def prepare_decode(
     )  # fmt: skip
     if on_gpu and cut.has_parts:
         check_workspace(plan.workspace, call.head_dim_v, call.capacity, properties.total_memory)
-    return PreparedDecode.of(plan, on_gpu)
+    return plan

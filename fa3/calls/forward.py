@@ -6,7 +6,8 @@ allocation of its outputs and the launch.
 """
 
 import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -24,15 +25,7 @@ from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import check_resolved, is_traced
-from fa3.calls.launcher import (
-    NUM_CLUSTERS,
-    PartMemory,
-    Tiles,
-    lse_address,
-    place_on,
-    run_tiles,
-    with_device,
-)
+from fa3.calls.launcher import Prepared, lse_address
 from fa3.calls.modifiers import (
     describe_modifier,
     function_names,
@@ -63,16 +56,15 @@ from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
-from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, choose_dense
+from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.reference.varlen import RaggedOperands
-from fa3.running.compiler import load_kernel
 from fa3.running.graphs import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -87,35 +79,10 @@ class PreparedCall:
     plan: Plan | None
     output: Output
     lse_shape: tuple[int, ...]
-    launches: tuple[Launch, ...] = ()  # of the plan with their kernels loaded; none on the CPU
-    tiles: Tiles | None = None  # what the launches take besides tensors
-    table: Table | None = None  # what the schedule reads
-    problem: Problem | None = None  # what is asked, also if there is nothing to compute
+    problem: Problem  # what is asked, also if there is nothing to compute
+    prepared: Prepared | None = None  # the launches of the plan; None on the CPU
     grouped: PreparedDecode | None = None  # how it runs in the decode kernel; None if it does not
     scales: Scales | None = None  # of a call in FP8
-
-    @classmethod
-    def on_gpu(
-        cls, plan: Plan, device: torch.device, output, lse_shape, is_recorded: bool = False
-    ) -> "PreparedCall":
-        """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
-        parts = None
-        if plan.schedule.splits:
-            rows = plan.config.tile_m * plan.config.cluster
-            parts = PartMemory.of(plan.schedule.num_slots, rows, plan.problem.spec.head_dim_v)
-        launches = tuple(one.loaded(load_kernel) for one in plan.launches(is_recorded))
-        main, recompute = launches[0], launches[-1]
-        num_marks = 0 if recompute is main else recompute.num_counters
-        clusters = main.template[NUM_CLUSTERS], recompute.template[NUM_CLUSTERS]
-        return cls(
-            plan,
-            output,
-            lse_shape,
-            launches,
-            Tiles(*clusters, num_marks, main.num_counters, parts),
-            None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
-            plan.problem,
-        )
 
     def attend(
         self,
@@ -134,37 +101,43 @@ class PreparedCall:
             out = self.output.allocate(q)
         lse = q.new_empty(*self.lse_shape, dtype=torch.float32) if returns_lse else None
         scales = self.scales.of(*descales) if self.scales is not None and descales else None
-        if self.launches:
-            with_device(q.device, self.launch, q, k, v, out, lse, tensors, scale, dropout, scales)
-            return out, lse
-        if self.plan is not None:
+        if self.prepared is not None:
+            drawn = None if dropout is None else dropout.arguments
+            self.prepared.run(values_of_dense(q, k, v, out, lse, tensors, scale, drawn, scales))
+        elif self.plan is not None:
             execute(self.plan, (q, k, v, out, lse), scale, tensors, dropout, scales)
-            return out, lse
-        if self.grouped is not None:
+        elif self.grouped is not None:
             operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
-            self.grouped.start(operands, NO_TABLES, tensors, scale)()
-            return out, lse
-        hide_all_keys(out, lse, tensors[-1] if self.problem.spec.sinks else None)
+            self.grouped.attend(operands, NO_TABLES, tensors, scale)
+        else:
+            hide_all_keys(out, lse, tensors[-1] if self.problem.spec.sinks else None)
         return out, lse
 
-    def launch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        modifiers: tuple[torch.Tensor, ...] | None,
-        scale: float,
-        dropout: Dropout | None = None,
-        descales: tuple[torch.Tensor, ...] | None = None,
-    ) -> None:
-        """Run the kernels on the current stream of q's GPU."""
-        place = place_on(q.device)
-        state = None if self.table is None else self.table.on(*place)
-        drawn = None if dropout is None else dropout.arguments
-        tensors = q, k, v, out, lse_address(lse), modifiers, scale
-        run_tiles(self.launches, self.tiles, tensors, state, place, drawn, descales=descales)
+
+def values_of_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    modifiers: tuple[torch.Tensor, ...] | None,
+    softmax_scale: float,
+    dropout: DropoutArguments | None = None,
+    descales: tuple[torch.Tensor, ...] | None = None,
+) -> dict[str, Any]:
+    """Return what launches of a `Plan` take of a call."""
+    return {
+        "q": q, "k": k, "v": v, "o": out, "lse": lse_address(lse), "modifiers": modifiers,
+        "softmax_scale": softmax_scale, "dropout": dropout, "descales": descales,
+    }  # fmt: skip
+
+
+def prepare_plan(plan: Plan, device: torch.device, is_recorded: bool = False) -> Prepared:
+    """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
+    table = None
+    if plan.schedule.table is not None:
+        table = Table.upload(plan.schedule.table, device)
+    return Prepared.of(plan.launches(is_recorded), plan.memory, table)
 
 
 @operators.registers
@@ -394,20 +367,17 @@ def prepare_forward(
     if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return PreparedCall(None, *shapes, problem=problem)
+        return PreparedCall(None, *shapes, problem)
     if given_plan is schedule is None:
         plan = (plan_call if on_gpu else plan_dense)(problem, gpu, pack_gqa)
     else:
         plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if isinstance(plan, GroupedPlan):
         grouped = PreparedDecode.of(plan.decode, on_gpu)
-        return PreparedCall(None, *shapes, problem=problem, grouped=grouped)
-    prepared = PreparedCall(plan, *shapes, problem=problem)
-    if on_gpu:
-        prepared = PreparedCall.on_gpu(plan, q.device, *shapes)
-    if not call.is_fp8:
-        return prepared
-    return replace(prepared, scales=Scales.on(q.device, (call.batch, call.heads_kv), True))
+        return PreparedCall(None, *shapes, problem, grouped=grouped)
+    prepared = prepare_plan(plan, q.device) if on_gpu else None
+    scales = Scales.on(q.device, (call.batch, call.heads_kv), True) if call.is_fp8 else None
+    return PreparedCall(plan, *shapes, problem, prepared, scales=scales)
 
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -65,7 +66,6 @@ from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import check_values, values_on_host
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
-from fa3.planning.launch import slots, template_of
 from fa3.planning.routes import PackedSizes
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheTables
@@ -306,13 +306,7 @@ def describe_call(
     return call
 
 
-APPEND_TEMPLATE = template_of(AppendArguments)
-NEW_AND_CACHE = slice(*slots(AppendArguments, "k", "seqlens"))
-APPEND_LENGTHS = slice(*slots(AppendArguments, "seqlens", "batch_idx"))
-ROTARY = slice(*slots(AppendArguments, "q", "rotary_seqlens"))
-BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP, APPEND_DESCALES = slots(
-    AppendArguments, "batch_idx", "page_table", "rotary_seqlens", "query_step", "descales"
-)
+arguments_of_append = itemgetter(*AppendArguments._fields)  # picks them from values by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +368,8 @@ class PreparedCacheCall:
                 sizes = PackedSizes(self.description.batch, *q.shape[1::-1], 0, *longest)
                 self.attends.attend(operands, sizes, modifiers, softmax_scale, tables=tables)
             else:
-                given = operands, tables, modifiers, softmax_scale, seqlen_new
-                self.attends.start(*given, descales=descales)()
+                of_call = operands, tables, modifiers, softmax_scale, seqlen_new
+                self.attends.attend(*of_call, descales=descales)
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:
@@ -405,18 +399,18 @@ class PreparedCacheCall:
             seqlen_new = k.shape[1]
         else:
             total = seqlens.new_empty(seqlens.shape[0])
-        arguments = APPEND_TEMPLATE.copy()
-        arguments[NEW_AND_CACHE] = k, v, k_cache, v_cache
-        arguments[APPEND_LENGTHS] = seqlens, total, ends_new
-        arguments[BATCH_IDX], arguments[PAGE_TABLE] = batch_idx, pages
-        if cos is not None:
-            if rotated is None:
-                rotated = q.new_empty(*q.shape)
-            arguments[ROTARY] = q, rotated, cos, sin, ends_q
-        arguments[ROTARY_SEQLENS] = turns
-        arguments[QUERY_STEP] = self.query_step
-        arguments[APPEND_DESCALES] = descales
-        self.append(*arguments)
+        if cos is not None and rotated is None:
+            rotated = q.new_empty(*q.shape)
+        has_rotary = cos is not None
+        values = {
+            "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "seqlens": seqlens,
+            "new_seqlens": total, "cu_seqlens": ends_new, "batch_idx": batch_idx,
+            "page_table": pages, "q": q if has_rotary else None,
+            "rotated": rotated if has_rotary else None, "cos": cos, "sin": sin,
+            "cu_seqlens_q": ends_q if has_rotary else None, "rotary_seqlens": turns,
+            "query_step": self.query_step, "descales": descales,
+        }  # fmt: skip
+        self.append(*arguments_of_append(values))
         return q if cos is None else rotated, seqlens if total is None else total, seqlen_new
 
 

@@ -27,7 +27,7 @@ from fa3.planning.key_split import (
     may_have_parts,
     may_split,
 )
-from fa3.planning.launch import template_of
+from fa3.planning.launch import FromCall, Launch
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -234,19 +234,20 @@ class BackwardSizes(NamedTuple):
     alternates: int | None = None  # as `BackwardArguments` has it
 
 
-def template_of_pass(
+def launch_of_pass(
     kernels: BackwardKernels, sizes: BackwardSizes, shares: KeyShares, window: Window, num_sms: int
-) -> list:
-    """Return the arguments of a launch on so many SMs; the tensors are still missing."""
+) -> Launch:
+    """Return the launch of both kernels on so many SMs."""
     # Most of it has the names that arguments have.
     named = sizes._asdict() | sizes.layout._asdict()
     named |= {"window_left": window.left, "window_right": window.right}
     named |= {"num_clusters": min(sizes.most_ctas, num_sms)}
     named |= shares._asdict() if kernels.splits else {}
-    return template_of(PassArguments, **{n: x for n, x in named.items() if n in PASS_FIELDS})
-
-
-PASS_FIELDS = frozenset(PassArguments._fields)
+    named = {name: value for name, value in named.items() if name in PassArguments._fields}
+    if kernels.is_packed:
+        lengths = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+        named |= {name: FromCall(name) for name in lengths}
+    return Launch.of(kernels.entry, PassArguments, **named)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
-from fa3.planning.launch import Launch, template_of
+from fa3.planning.launch import FromCall, Launch, Memory
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
@@ -169,17 +169,19 @@ class DecodePlan:
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
-    def arguments(self) -> list:
-        """The decode kernel's arguments without tensors, scale and lengths of a call."""
+    def launch(self) -> Launch:
+        """The launch of the kernel that attends."""
         cut = self.cut
         num_splits = unit_blocks = max_parts = longest = 1
         if isinstance(cut, FixedSplit):
             num_splits, unit_blocks = cut.num_splits, cut.unit_blocks
             max_parts, longest = cut.max_parts, cut.longest
-        return template_of(
+        return Launch.of(
+            self.kernel(),
             DecodeArguments,
-            seqlen_new=0,
-            counters=0,
+            seqlens=FromCall("seqused_k"),
+            workspace=FromCall("workspace") if cut.has_parts else None,
+            counters=FromCall("counters") if self.merges_inside else 0,
             window_left=self.window.left,
             window_right=self.window.right,
             num_splits=num_splits,
@@ -189,7 +191,7 @@ class DecodePlan:
             max_seqlen_q=self.sizes.seqlen_q,
             num_ctas=self.num_ctas,
             width=cut.width,
-            max_seqlen_k=0,
+            table=FromCall("table") if self.overlaps_forward else None,
         )
 
     @property
@@ -227,13 +229,23 @@ class DecodePlan:
         """What is launched: the kernel that attends, and the one that merges where the former does
         not."""
         combine, size = self.combine(), self.workspace
-        attend = Launch(self.kernel(), self.arguments)
         if combine is None or self.merges_inside:
-            return (attend,)
+            return (self.launch,)
         # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
-        merge = template_of(CombineArguments, **size._asdict(), sets=sets)
-        return attend, Launch(combine, merge)
+        sinks = FromCall("sinks") if self.spec.sinks else None
+        named = {**size._asdict(), "sets": sets, "sinks": sinks, "workspace": FromCall("workspace")}
+        return self.launch, Launch.of(combine, CombineArguments, **named)
+
+    @property
+    def memory(self) -> Memory:
+        """What the kernels share: parts of tiles, and counters where the first kernel merges."""
+        size = self.workspace
+        numbers = size.numbers(self.spec.head_dim_v)
+        if self.merges_inside:
+            return Memory((("counters", size.num_slots),), workspace=numbers)
+        cleared = size.numbers_of_records if self.clears_records else 0
+        return Memory(parts=(("workspace", numbers),) if numbers else (), cleared=cleared)
 
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:

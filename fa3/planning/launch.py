@@ -1,32 +1,78 @@
-"""What a plan launches, and where the arguments of a launch are, by name.
+"""What a plan launches, with arguments by name, and the memory that its kernels share.
 
-A call copies a launch's template and puts its tensors into their slots: this takes a third of the
-time of a new `NamedTuple`, and the names stand next to the values.
+`fa3.calls.launcher` loads the kernels and launches them.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from fa3.kernels.forward import Forward
+from fa3.kernels.forward_launch import ForwardArguments
+from fa3.primitives.part_merge import numbers_of_parts
+from fa3.primitives.shared_memory import padded
+from fa3.primitives.wgmma import ROWS_OF_WARP
+from fa3.problem import Window
+
+
+class FromCall(str):
+    """The name of a value that each call has for an argument: a tensor, or a number."""
+
+    __slots__ = ()
 
 
 class Launch(NamedTuple):
     """One kernel of a plan; a plan is a list of them, in the order in which they run."""
 
-    kernel: Any  # of `fa3.kernels`, what it is compiled for; its compiled entry once it is loaded
-    template: list[Any]  # its arguments, in order; None where a call fills them in
-    num_counters: int = 0  # counters that its schedule finds at zero
+    kernel: Any  # of `fa3.kernels`, what it is compiled for
+    arguments: dict[str, Any]  # in order: what is `FromCall`, or what is the same in all calls
 
-    def loaded(self, load: Callable) -> "Launch":
-        """Return the same launch with its kernel's entry, which `load` gives."""
-        return self._replace(kernel=load(self.kernel))
-
-
-def template_of(arguments: type[NamedTuple], **filled: Any) -> list[Any]:
-    """Return the arguments of a launch, in order: what is filled in, defaults, and None."""
-    template = dict.fromkeys(arguments._fields) | arguments._field_defaults
-    assert filled.keys() <= template.keys()
-    return list((template | filled).values())
+    @classmethod
+    def of(cls, kernel: Any, kind: Any, **named: Any) -> "Launch":
+        """Return a launch with arguments of this kind. Arguments that are not named have their
+        default, or else the call's value of their name."""
+        values = {name: FromCall(name) for name in kind._fields}
+        arguments = values | kind._field_defaults | named
+        assert arguments.keys() == values.keys()
+        return cls(kernel, arguments)
 
 
-def slots(arguments: type[NamedTuple], *names: str) -> tuple[int, ...]:
-    """Return the indices of these arguments of a launch."""
-    return tuple(map(arguments._fields.index, names))
+class Memory(NamedTuple):
+    """What kernels of a call share, besides the tensors of the call; each has a value's name."""
+
+    counters: tuple[tuple[str, int], ...] = ()  # how many counters, which are zero
+    parts: tuple[tuple[str, int], ...] = ()  # how many numbers, float32
+    # Numbers of the decode kernel's workspace where it merges: the stream keeps them for the next
+    # call. To allocate memory anew takes the host 1 us.
+    workspace: int = 0
+    cleared: int = 0  # first numbers of the workspace in `parts` that must be zero
+
+    @classmethod
+    def of_parts(cls, num_slots: int, rows: int, head_dim_v: int) -> "Memory":
+        """Return the memory of so many parts of tiles of the forward kernel.
+        `rows` are of a cluster's tile."""
+        # The kernel wants a tensor also where no tile is split.
+        num_counters = max(1, num_slots * rows // ROWS_OF_WARP)
+        numbers = numbers_of_parts(num_slots, rows, padded(head_dim_v))
+        return cls((("part_counters", num_counters),), (("part_buffer", numbers),))
+
+
+NO_MEMORY = Memory()
+
+
+def launch_of_forward(kernel: Forward, window: Window, **named: Any) -> Launch:
+    """Return a launch of the forward kernel, which takes what it is compiled for."""
+    schedule: Any = kernel.schedule_type
+    spec, cache = kernel.spec, kernel.cache
+    takes = {
+        "schedule_state": schedule.reads_state,
+        "part_buffer": schedule.splits,
+        "part_counters": schedule.splits,
+        "marks": kernel.config.fixed_reference or kernel.packs_sequences,
+        "recording": kernel.is_recorded,
+        "table": schedule.is_ragged,
+        "page_table": cache is not None and cache.page_size > 0,
+        "dropout": spec.has_dropout,
+        "descales": spec.is_fp8,
+    }
+    values = {name: FromCall(name) for name, is_taken in takes.items() if is_taken}
+    bounds = {"window_left": window.left, "window_right": window.right}
+    return Launch.of(kernel, ForwardArguments, **bounds | values | named)

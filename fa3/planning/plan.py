@@ -5,11 +5,12 @@ launches its kernels, `fa3.reference.forward` walks it on the CPU.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.explanation import (
     Candidate,
@@ -20,7 +21,7 @@ from fa3.planning.explanation import (
 from fa3.planning.gpu import Gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.kernel_names import describe_config
-from fa3.planning.launch import Launch, template_of
+from fa3.planning.launch import FromCall, Launch, Memory, launch_of_forward
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
 from fa3.planning.tiled import TiledProblem
@@ -95,17 +96,36 @@ class Plan:
 
     def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
         """Return what is launched: the kernel, perhaps instrumented, then recompute if marked."""
-        recompute = self.recompute
-        template = template_of(
-            ForwardArguments,
-            window_left=self.problem.window.left,
-            window_right=self.problem.window.right,
-            heads_per_section=self.schedule.order.heads_per_section,
-            num_clusters=self.schedule.num_clusters,
-            online_max=self.online_max,
-        )
-        launch = Launch(self.kernel(is_recorded), template, self.schedule.num_counters)
+        schedule, recompute, online_max = self.schedule, self.recompute, self.online_max
+        named: dict[str, Any] = {
+            "heads_per_section": schedule.order.heads_per_section,
+            "num_clusters": schedule.num_clusters,
+            "online_max": online_max,
+        }
+        if isinstance(schedule, SplitTiles):
+            named["num_slots"] = schedule.num_slots
+        if isinstance(schedule, RecomputeTiles):
+            named["schedule_state"] = FromCall("marks")
+        if online_max:
+            # A kernel that could mark rows wants a tensor also where none is marked.
+            named["marks"] = FromCall("schedule_state")
+        launch = launch_of_forward(self.kernel(is_recorded), self.problem.window, **named)
         return (launch, *recompute.launches()) if recompute else (launch,)
+
+    @property
+    def memory(self) -> Memory:
+        """What the kernels share."""
+        schedule, counters = self.schedule, []
+        parts: tuple[tuple[str, int], ...] = ()
+        if schedule.num_counters:
+            counters.append(("schedule_state", schedule.num_counters))
+        if isinstance(schedule, SplitTiles):
+            rows = self.config.tile_m * self.config.cluster
+            of_parts = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
+            counters, parts = [*counters, *of_parts.counters], of_parts.parts
+        if self.recompute is not None:
+            counters.append(("marks", self.recompute.schedule.num_counters))
+        return Memory(tuple(counters), parts)
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""

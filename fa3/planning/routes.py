@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardArguments, ForwardConfig
+from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.segment_table import (
     MOST_SEQUENCES,
@@ -30,7 +30,7 @@ from fa3.kernels.segment_table import (
 from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_table
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
-from fa3.planning.launch import Launch, template_of
+from fa3.planning.launch import FromCall, Launch, launch_of_forward
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
@@ -216,8 +216,9 @@ class Signature:
             return (kernel,)
         return kernel, Forward(self.spec, config.recompute, RecomputeRaggedTiles, cache=self.cache)
 
-    def launches(self, splits: bool = False) -> list[Launch]:
-        """Return the launches of a call: tables, the forward kernel, recompute."""
+    def launches(self, splits: bool = False, overlaps_decode: bool = False) -> list[Launch]:
+        """Return the launches of a call: tables, the forward kernel, recompute.
+        `overlaps_decode` says whether the decode kernel runs at the same time."""
         config, window = self.config, self.window
         kernel = TileTable(
             config.tile_m, config.tile_n, self.spec.mask.band, self.has_used_q, self.has_used_k,
@@ -226,11 +227,15 @@ class Signature:
         named = {
             "window_left": window.left, "window_right": window.right, "num_ctas": self.gpu.num_sms,
         }  # fmt: skip
-        table = Launch(kernel, template_of(TileTableArguments, **named))
+        table = Launch.of(kernel, TileTableArguments, **named)
+        values: dict[str, Any] = {"schedule_state": FromCall("table")}
         if splits:
             named["rows_of_section"] = self.rows_of_section
-            table = Launch(SegmentTable(kernel), template_of(SegmentTableArguments, **named))
-        return [table, *map(self.launch_of, self.kernels(splits))]
+            table = Launch.of(SegmentTable(kernel), SegmentTableArguments, **named)
+            values = {"schedule_state": FromCall("segments"), "num_slots": FromCall("num_slots")}
+        main, *recompute = self.kernels(splits)
+        values["overlaps_decode"] = int(overlaps_decode)
+        return [table, self.launch_of(main, **values), *map(self.recompute_of, recompute)]
 
     def shared_launches(self) -> list[Launch]:
         """Return the launches of a call with shared tiles: their tables, the forward kernel, and
@@ -240,22 +245,25 @@ class Signature:
         rows = {"window_left": self.window.left, "window_right": self.window.right}
         shared = Forward(self.shared_spec, self.shared_config, MultiSequenceTiles)
         again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
+        # Softcaps have no tensors, so the mask's comes first.
+        values: dict[str, Any] = {
+            "schedule_state": FromCall("tiles"), "modifiers": FromCall("shared_modifiers"),
+        }  # fmt: skip
         return [
-            Launch(table, template_of(MultiSequenceTableArguments, **rows)),
-            self.launch_of(shared),
-            self.launch_of(again),
+            Launch.of(table, MultiSequenceTableArguments, **rows),
+            self.launch_of(shared, **values),
+            self.recompute_of(again),
         ]
 
-    def launch_of(self, kernel: Forward) -> Launch:
-        """Return the launch of a forward kernel."""
-        template = template_of(
-            ForwardArguments,
-            window_left=self.window.left,
-            window_right=self.window.right,
-            heads_per_section=self.rows_of_section,
-            overlaps_decode=0,
-        )
-        return Launch(kernel, template)
+    def launch_of(self, kernel: Forward, overlaps_decode: int = 0, **named: Any) -> Launch:
+        """Return a launch of the forward kernel."""
+        named |= {"heads_per_section": self.rows_of_section, "overlaps_decode": overlaps_decode}
+        return launch_of_forward(kernel, self.window, **named)
+
+    def recompute_of(self, kernel: Forward) -> Launch:
+        """Return the launch of recompute."""
+        clusters = FromCall("num_recompute")
+        return self.launch_of(kernel, schedule_state=FromCall("marks"), num_clusters=clusters)
 
     @property
     def rows_of_section(self) -> int:
@@ -341,17 +349,25 @@ def choose_dense(
     return choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest), decode_is_faster)
 
 
-def kernels_of_packed(signature: Signature, name: str, most_queries: int = 1) -> list[Any]:
-    """Return the kernels of a route of packed keys, in the order of their launches.
-    Any `most_queries` has the same kernels, but many may take combine."""
+def launches_of_route(
+    signature: Signature,
+    name: str,
+    most_queries: int = 1,  # as in `Route`; any has the same kernels, but many may take combine
+    decode_plan: Callable[[int, bool], DecodePlan] | None = None,  # if not the signature's
+) -> list[Launch]:
+    """Return the launches of a route of packed queries."""
+    if name in (NOTHING, ZEROS):
+        return []
     if name == SHARED:
-        return [launch.kernel for launch in signature.shared_launches()]
-    has_forward = name in (FORWARD, BOTH, SPLIT, BOTH_SPLIT)
-    launches = signature.launches(name in (SPLIT, BOTH_SPLIT)) if has_forward else []
+        return signature.shared_launches()
+    decode: tuple[Launch, ...] = ()
     if name in (DECODE, BOTH, BOTH_SPLIT):
-        attend, *merges = signature.decode_plan(most_queries, name != DECODE).launches
-        launches = [*launches[:1], attend, *launches[1:], *merges]
-    return [launch.kernel for launch in launches]
+        decode = (decode_plan or signature.decode_plan)(most_queries, name != DECODE).launches
+    if name == DECODE:
+        return list(decode)
+    table, main, *recompute = signature.launches(name in (SPLIT, BOTH_SPLIT), bool(decode))
+    # The forward kernel takes the SMs that the decode kernel leaves.
+    return [table, *decode[:1], main, *decode[1:], *recompute]
 
 
 # --------------------------------------------------------------------- what rules ask for

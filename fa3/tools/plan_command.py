@@ -20,7 +20,7 @@ from fa3.planning.routes import (
     PackedSizes,
     Signature,
     choose_route,
-    kernels_of_packed,
+    launches_of_route,
 )
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.vectors import FLOAT_BYTES
@@ -150,7 +150,8 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
     signature = Signature(PACKED, spec, window, *heads, gpu)
     rows = batch * longest[0], batch * longest[1]
     route = choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest))
-    kernels = kernels_of_packed(signature, route.name, route.most_queries)
+    launches = launches_of_route(signature, route.name, route.most_queries)
+    kernels = [launch.kernel for launch in launches]
     sentence = route.explain()
     if route.name == DECODE:
         merge = "Combine" if len(kernels) > 1 else "The decode kernel"

@@ -3,11 +3,9 @@
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.forward import PreparedCall
+from fa3.calls.forward import prepare_plan, values_of_dense
 from fa3.complaints import shown
-from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.explanation import counted
-from fa3.planning.launch import slots
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
@@ -17,8 +15,6 @@ from fa3.schedules import Segment, Tile
 RUNS = 5  # launches of a recording; the last one counts
 
 NS_PER_US = 1000
-
-(RECORDING,) = slots(ForwardArguments, "recording")
 
 
 def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline:
@@ -105,16 +101,16 @@ def run_recorded(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, list[Note]]:
     """Run the instrumented kernel `RUNS` times; return the output and the last run's notes."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    out = q.new_empty(batch, seqlen_q, heads_q, v.shape[-1])
+    out, head_dim = q.new_empty(*q.shape[:3], v.shape[-1]), q.shape[-1]
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     words = HEADER + rows * len(Note._fields)
     recording = torch.empty(words, dtype=torch.int64, device=q.device)
-    call = PreparedCall.on_gpu(plan, q.device, None, (batch, heads_q, seqlen_q), True)
-    call.launches[0].template[RECORDING] = recording
+    prepared = prepare_plan(plan, q.device, is_recorded=True)
     for _ in range(RUNS):
         recording.zero_()
-        call.launch(q, k, v, out, None, None, head_dim**-0.5)
+        prepared.run(
+            values_of_dense(q, k, v, out, None, None, head_dim**-0.5) | {"recording": recording}
+        )
     count, *numbers = recording.tolist()
     width = len(Note._fields)
     return out, [Note(*numbers[i * width : (i + 1) * width]) for i in range(count)]

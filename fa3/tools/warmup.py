@@ -25,7 +25,7 @@ from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
-from fa3.planning.routes import CACHE, PACKED, Signature, kernels_of_packed
+from fa3.planning.routes import CACHE, PACKED, Signature, launches_of_route
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
@@ -311,7 +311,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     heads = model.heads_q, model.heads_kv
     signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
     for name in signature.names:
-        yield from kernels_of_packed(signature, name)
+        yield from (one.kernel for one in launches_of_route(signature, name))
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
