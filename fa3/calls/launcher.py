@@ -6,6 +6,7 @@ back for other calls, and picks the arguments of each kernel by their names.
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
+from sys import intern
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fa3.running.graphs import Table, capture_of, current_device, current_stream
 class Prepared(NamedTuple):
     """The launches of a plan with their kernels loaded."""
 
-    fixed: dict[object, Any]  # arguments that are the same in all calls
+    fixed: dict[str, Any]  # arguments that are the same in all calls
     # Of each launch the kernel's entry, and what picks its arguments.
     kernels: tuple[tuple[Callable, Callable], ...]
     names: frozenset[str]  # of the values that kernels take
@@ -31,21 +32,21 @@ class Prepared(NamedTuple):
         cls, launches: Iterable[Launch], memory: Memory = NO_MEMORY, table: Table | None = None
     ) -> "Prepared":
         """Load the kernels of launches."""
-        fixed: dict[object, Any] = {}
+        fixed: dict[str, Any] = {}
         kernels, names = [], set()
         for number, launch in enumerate(launches):
-            keys: list[object] = []
+            keys = []
             for name, argument in launch.arguments.items():
                 if isinstance(argument, FromCall):
-                    names.add(str(argument))
-                    keys.append(str(argument))
+                    keys.append(intern(str(argument)))
+                    names.add(keys[-1])
                 else:
-                    fixed[number, name] = argument
-                    keys.append((number, name))
+                    keys.append(intern(f"{name} of launch {number}"))
+                    fixed[keys[-1]] = argument
             kernels.append((load_kernel(launch.kernel), itemgetter(*keys)))
         return cls(fixed, tuple(kernels), frozenset(names), memory, table)
 
-    def run(self, values: dict[Any, Any], memory: Memory | None = None) -> None:
+    def run(self, values: dict[str, Any], memory: Memory | None = None) -> None:
         """Launch the kernels.
 
         Args:
