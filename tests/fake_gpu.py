@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa3.kernels.append import Append, AppendArguments
-from fa3.kernels.backward_pass import BackwardPass, PassArguments
+from fa3.kernels.backward_launch import PassArguments
+from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments

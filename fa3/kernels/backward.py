@@ -68,9 +68,8 @@ from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import (
     LISTENING_WARPS,
     MMA_GROUPS,
-    BackwardArguments,
     BackwardConfig,
-    CallSizes,
+    PassArguments,
 )
 from fa3.kernels.backward_roles import (
     BackwardBuffers,
@@ -140,15 +139,14 @@ class Backward(AttentionKernel):
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        sizes = CallSizes.symbolic(self.is_ragged)
-        return [*BackwardArguments.symbolic(self, sizes), arguments.symbolic_stream()]
+        return [*PassArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *call):
-        """Launch on `BackwardArguments` and a stream."""
+        """Launch on `PassArguments` and a stream."""
         *call, stream = call
-        call = BackwardArguments(*call)
-        config, preprocess = self.config, call.preprocess
+        call = PassArguments(*call)
+        config, preprocess, state = self.config, call.preprocess(self), call.counters
         window = Window(call.window_left, call.window_right)
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
         tensors = call.q, call.k, call.v, preprocess.d_out, call.dk, call.dv
@@ -158,7 +156,8 @@ class Backward(AttentionKernel):
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
-            order = RaggedKeyOrder.of(call.table, heads, call.heads_per_group)
+            state = call.integers(call.table_at, call.counters_at)
+            order = RaggedKeyOrder.of(state, heads, call.heads_per_group)
             q, k, v, d_out, dk, dv = map(ragged_tma_view, tensors)
             lengths = preprocess.cu_seqlens_q, preprocess.seqused_q
             queries = PackedQueryIndex.of(call.q, *lengths, config.tile_m)
@@ -176,8 +175,6 @@ class Backward(AttentionKernel):
             queries, dq = DenseQueryIndex.of(call.q, config.tile_m), call.dq
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sizes = call.heads_per_group, call.num_sequences, call.split
-        groups = self.query_head_groups(call.q, call.k, *sizes)
         tensors = BackwardTensors(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load, k, layouts.k),
@@ -190,11 +187,13 @@ class Backward(AttentionKernel):
             heads_q // heads_kv,
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
-            FusedPrePostprocess(preprocess, queries, groups, dq, call.softmax_scale),
+            FusedPrePostprocess(
+                preprocess, queries, self.query_head_groups(call), dq, call.softmax_scale
+            ),
             shared,
             call.alternates,
         )
-        schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
+        schedule = self.schedule_type.on_device(order, call.num_clusters, state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(tensors, call.softmax_scale, sequences, schedule).launch(
             grid=(call.num_clusters, 1, 1),
@@ -204,32 +203,37 @@ class Backward(AttentionKernel):
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
 
-    def shared_key_tiles(self, call: BackwardArguments) -> SharedKeyTiles | None:
+    def shared_key_tiles(self, call: PassArguments) -> SharedKeyTiles | None:
         """The key tiles that CTAs share; on the host."""
         if not self.splits:
             return None
         heads_q, heads_kv, tile_n = call.q.shape[-2], call.k.shape[-2], self.config.tile_n
-        split = KeySplit.of(call.split.head_parts, call.split.block_parts, heads_q // heads_kv)
+        split = KeySplit.of(call.head_parts, call.block_parts, heads_q // heads_kv)
+        parts = call.numbers(call.parts_at, call.buffer.shape[0])
+        counters = call.integers(call.part_counters_at, call.dq_flags_at)
         if self.is_ragged:
             tiles = PackedQueryTiles.of(call.k.shape[0], call.num_sequences, tile_n)
             dk, dv = in_batch(call.dk), in_batch(call.dv)
         else:
             tiles = QueryTiles(cute.ceil_div(call.k.shape[1], tile_n), heads_kv)
             dk, dv = call.dk, call.dv
-        return SharedKeyTiles(split, tiles, call.split.parts, call.split.part_counters, dk, dv)
+        return SharedKeyTiles(split, tiles, parts, counters, dk, dv)
 
-    def query_head_groups(
-        self, q: cute.Tensor, k: cute.Tensor, heads_per_group, num_sequences, split
-    ) -> QueryHeadGroups:
+    def query_head_groups(self, call: PassArguments) -> QueryHeadGroups:
         """The query tiles in head groups; on the host."""
-        tile_m, heads_q, heads_kv = self.config.tile_m, q.shape[-2], k.shape[-2]
+        q, tile_m, heads_q, heads_kv = (
+            call.q,
+            self.config.tile_m,
+            call.q.shape[-2],
+            call.k.shape[-2],
+        )
         if self.is_ragged:
-            batch, per_head = 1, number_of_packed_tiles(q.shape[0], num_sequences, tile_m)
+            batch, per_head = 1, number_of_packed_tiles(q.shape[0], call.num_sequences, tile_m)
         else:
             batch, per_head = q.shape[0], cute.ceil_div(q.shape[1], tile_m)
-        per_group = per_head * heads_per_group * (heads_q // heads_kv)
-        if cutlass.const_expr(self.splits):
-            per_group = per_group // (split.head_parts * split.block_parts)
+        per_group = per_head * call.heads_per_group * (heads_q // heads_kv)
+        if self.splits:
+            per_group = per_group // (call.head_parts * call.block_parts)
         return QueryHeadGroups(per_head * heads_q * batch, Divisor.of(per_group))
 
     @property

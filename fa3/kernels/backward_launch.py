@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa3.complaints import shown
+from fa3.kernels.tile_table import TileTableArguments
 from fa3.primitives import arguments
 from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
 from fa3.primitives.dropout import DropoutArguments
@@ -186,19 +187,31 @@ class BackwardConfig:
             )
 
 
-class BackwardArguments(NamedTuple):
-    """The arguments of a launch of the backward kernel, in this order; the stream comes last.
+class PassArguments(NamedTuple):
+    """The arguments of a backward pass, in this order; the stream comes last.
     Tensors of packed sequences are (total, heads, head_dim)."""
 
     q: object  # (batch, seqlen_q, heads_q, head_dim)
     k: object  # (batch, seqlen_k, heads_kv, head_dim)
     v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
+    # out, lse, d_out, d_lse: see `PreprocessArguments`.
+    out: object
+    lse: object
+    d_out: object
+    d_lse: object
     # dq, dk, dv: like q, k and v, receive the gradients; dk and dv in fp32 with `writes_fp32`.
     dq: object
     dk: object
     dv: object
+    # float32, for what the kernels write for each other: statistics, the dQ accumulator, the table
+    # of packed sequences, counters, counters of shared key tiles, flags of the accumulator, sums
+    # of shared key tiles.
+    buffer: object
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
     softmax_scale: float  # factor of Q K^T
+    # has_d_lse, dq_is_zeroed: see `PreprocessArguments`.
+    has_d_lse: int
+    dq_is_zeroed: int
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
@@ -206,54 +219,100 @@ class BackwardArguments(NamedTuple):
     # count as heads.
     heads_per_group: int
     num_clusters: int  # the number of CTAs to launch
-    preprocess: "PreprocessArguments"  # what preprocessing takes and writes
-    schedule_state: object = None  # int32; the schedule's table
-    table: object = None  # int32, the tiles of packed sequences; None without
-    num_sequences: int | None = None  # number of packed sequences; None without
-    dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
-    # How CTAs share key tiles; None if each CTA has key tiles alone.
-    split: "SplitArguments | None" = None
+    # dq_at, table_at, counters_at, dq_flags_at: where these begin in the buffer, multiples of 4.
+    # Without a table `table_at` is `counters_at`.
+    dq_at: object
+    table_at: object
+    counters_at: object
+    dq_flags_at: object
+    dropout: DropoutArguments | None  # see `DropoutArguments`; None without
+    groups_preprocessed: int  # head groups that `BackwardPreprocess` does
+    # capacity to seqused_k: of packed sequences, see `TileTableArguments`; None without.
+    capacity: int | None = None
+    shift: int | None = None
+    cu_seqlens_q: object = None
+    cu_seqlens_k: object = None
+    seqused_q: object = None
+    seqused_k: object = None
+    # head_parts: CTAs among which a key tile's query heads are divided equally; block_parts: CTAs
+    # among which the query blocks of these heads are divided. None, and the next two, if each CTA
+    # has key tiles alone.
+    head_parts: int | None = None
+    block_parts: int | None = None
+    # part_counters_at, parts_at: where the counters and sums of shared key tiles begin.
+    part_counters_at: object = None
+    parts_at: object = None
     # 1 if odd head groups have the first keys first (`fa3.primitives.query_tiles`), 0 if not; None
     # for a kernel in which they never have.
     alternates: int | None = None
 
     @classmethod
-    def symbolic(cls, kernel, sizes: "CallSizes") -> "BackwardArguments":
-        """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
-        spec, schedule = kernel.spec, kernel.schedule_type
-        is_ragged, vector = schedule.is_ragged, arguments.int32_vector
-        kinds = kernel.has_dq_flags, is_ragged, kernel.has_used_q
+    def symbolic(cls, kernel, table=None) -> "PassArguments":
+        """Types of a pass's arguments without sizes; equal sizes share a symbol.
+
+        Args:
+            kernel: the `Backward`.
+            table: the kernel that makes the table of packed sequences; None without.
+        """
+        spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
+        kinds = kernel.has_dq_flags, kernel.is_ragged, kernel.has_used_q
+        of_others = PreprocessArguments.symbolic(spec, sizes, *kinds)._asdict()
+        of_others |= {} if table is None else TileTableArguments.symbolic(table)._asdict()
+        named = {name: of_others[name] for name in cls._fields if name in of_others}
+        named |= arguments.scalars(cls)
+        named |= dict.fromkeys(("dq_at", "table_at", "counters_at", "dq_flags_at"), Int64(0))
+        if kernel.splits:
+            named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
+            named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
         return cls(
-            **arguments.scalars(cls),
+            **named,
             q=sizes.of_queries(spec, spec.head_dim),
             k=sizes.of_keys(spec, spec.head_dim),
             v=sizes.of_keys(spec, spec.head_dim_v),
             dq=sizes.of_queries(spec, spec.head_dim),
             dk=sizes.of_keys(spec, spec.head_dim, kernel.writes_fp32),
             dv=sizes.of_keys(spec, spec.head_dim_v, kernel.writes_fp32),
+            buffer=arguments.float32_buffer(),
             modifiers=arguments.symbolic_modifiers(spec),
-            preprocess=PreprocessArguments.symbolic(spec, sizes, *kinds),
-            schedule_state=vector(exists=schedule.reads_state),
-            table=vector(exists=is_ragged),
-            num_sequences=Int32(0) if is_ragged else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
-            split=SplitArguments.symbolic() if kernel.splits else None,
             alternates=Int32(0) if kernel.may_alternate else None,
         )
 
+    def numbers(self, begin, end) -> cute.Tensor:
+        """The part [begin, end) of the buffer."""
+        return cute.make_tensor(self.buffer.iterator + begin, cute.make_layout((end - begin,)))
 
-class SplitArguments(NamedTuple):
-    """How CTAs share key tiles, see `KeySplit` and `GradientParts`."""
+    def integers(self, begin, end) -> cute.Tensor:
+        """The same, as int32."""
+        first = cute.recast_ptr(self.buffer.iterator + begin, dtype=Int32)
+        return cute.make_tensor(first, cute.make_layout((Int32(end - begin),)))
 
-    head_parts: int  # CTAs among which a key tile's query heads are divided equally
-    block_parts: int  # CTAs among which the query blocks of these heads are divided
-    parts: object  # float32, the sums of dK and dV
-    part_counters: object  # int32, 0 before the kernel
+    @property
+    def counters(self) -> cute.Tensor:
+        """What the kernels count in, and the counters of shared key tiles."""
+        return self.integers(self.counters_at, self.dq_flags_at)
 
-    @classmethod
-    def symbolic(cls) -> "SplitArguments":
-        buffers = arguments.float32_buffer(), arguments.int32_vector(cute.sym_int64())
-        return cls(Int32(0), Int32(0), *buffers)
+    @property
+    def num_sequences(self):
+        """The number of packed sequences; None without."""
+        return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    def preprocess(self, kernel) -> "PreprocessArguments":
+        """What the preprocess kernel takes, if this is the `Backward` that comes after it."""
+        named = {name: getattr(self, name, None) for name in PreprocessArguments._fields}
+        if kernel.has_dq_flags:
+            named["dq_flags"] = self.integers(self.dq_flags_at, self.buffer.shape[0])
+        if kernel.spec.has_dropout:
+            named["kept"] = DropoutArguments(*self.dropout).kept
+        groups = kernel.query_head_groups(self)
+        return PreprocessArguments(
+            **named
+            | {
+                "statistics": self.numbers(0, self.dq_at),
+                "dq_accumulator": self.numbers(self.dq_at, self.table_at),
+                "num_tiles": groups.tiles_before(self.groups_preprocessed),
+            }
+        )
 
 
 class PreprocessArguments(NamedTuple):

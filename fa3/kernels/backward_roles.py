@@ -74,7 +74,7 @@ class BackwardTensors(NamedTuple):
     fused: FusedPrePostprocess  # the preprocessing and the dQ conversion inside this kernel
     # The key tiles that CTAs share; None if each CTA has key tiles alone.
     shared: SharedKeyTiles | None
-    alternates: Int32 | None  # of `BackwardArguments`
+    alternates: Int32 | None  # of `PassArguments`
 
 
 class BackwardBuffers(NamedTuple):

@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fa3.kernels.backward import Backward
-from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_group_flag
-from fa3.kernels.backward_pass import BackwardPass, PassArguments
+from fa3.kernels.backward_launch import (
+    MMA_GROUPS,
+    BackwardConfig,
+    PassArguments,
+    place_of_group_flag,
+)
+from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import (
     TileTable,
@@ -231,7 +236,7 @@ class BackwardSizes(NamedTuple):
     # capacity, shift: of the table of packed key tiles; None without.
     capacity: int | None = None
     shift: int | None = None
-    alternates: int | None = None  # as `BackwardArguments` has it
+    alternates: int | None = None  # as `PassArguments` has it
 
 
 def launch_of_pass(
@@ -354,7 +359,7 @@ class BackwardPlan:
 
     @property
     def alternates(self) -> int | None:
-        """As `BackwardArguments` has it."""
+        """As `PassArguments` has it."""
         if self.waves is None:
             return None
         return int(self.has_long_key_tiles or self.num_parts <= MOST_ALTERNATING)
