@@ -23,7 +23,7 @@ from fa3.planning.backward import (
 from fa3.planning.key_split import KeyShares
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.gradient_parts import KeySplit, family_of
-from fa3.primitives.query_tiles import EitherWalk, number_of_packed_tiles
+from fa3.primitives.query_tiles import QueryWalk, number_of_packed_tiles
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_index import QueryHeadGroups
@@ -92,7 +92,7 @@ def test_a_walk_in_either_direction(begin, sizes):
     blocks = Blocks(begin, *ends)
     unmasked = set(range(ends[0], ends[1]))
     for is_down in (0, 1):
-        walk = EitherWalk.of(blocks, is_down)
+        walk = QueryWalk.of(blocks, is_down)
         places = range(walk.blocks.begin, walk.blocks.end)
         visited = list(map(walk.at, places))
         assert visited == sorted(range(begin, ends[2]), reverse=bool(is_down))

@@ -118,9 +118,6 @@ class Backward(AttentionKernel):
 
     entry_name: ClassVar[str] = "fa3_backward"
 
-    def __post_init__(self):
-        self.config.validate(self.spec)
-
     @property
     def is_ragged(self) -> bool:
         """Whether sequences are packed."""

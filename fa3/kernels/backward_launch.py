@@ -1,19 +1,18 @@
 """The backward kernels' tiling, chosen by `fa3.planning.backward`, and arguments of launches."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.complaints import shown
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.primitives import arguments
 from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS
 from fa3.primitives.rows_of_sequence import in_batch
-from fa3.primitives.shared_memory import check_fits, padded
+from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec
@@ -154,37 +153,14 @@ class BackwardConfig:
             live += rounded * (2 if hides else 1) + (scores if spec.scores else 0)
         return gradients + scores + live + factors
 
-    def validate(self, spec: AttentionSpec) -> None:
-        """Raise TypeError or ValueError unless the kernel can run this config for a spec."""
-        for field in fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if type(value) is not kind:
-                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {shown(value)}")
-        for name in ("do_stages", "k_stages"):
-            if getattr(self, name) not in (1, STAGES):
-                raise ValueError(f"{name} must be 1 or {STAGES}, got {getattr(self, name)}")
-        keys = ROWS if self.warpgroups_share_keys else ROWS * MMA_GROUPS
-        if self.tile_n != keys:
-            raise ValueError(
-                f"tile_n must be {keys} with "
-                f"warpgroups_share_keys={self.warpgroups_share_keys}, got {self.tile_n}"
-            )
-        splits = (1,) if self.warpgroups_share_keys else tuple(REGISTERS_BY_SPLITS)
-        if self.q_splits not in splits:
-            raise ValueError(
-                f"q_splits must be one of {splits} with "
-                f"warpgroups_share_keys={self.warpgroups_share_keys}, got {self.q_splits}"
-            )
-        if self.stats_vector not in (PAIR, QUAD):
-            raise ValueError(f"stats_vector must be {PAIR} or {QUAD}, got {self.stats_vector}")
-        self.pieces(padded(spec.head_dim))  # raises if dQ has no pieces
-        check_fits(self.smem_bytes(spec), self, spec)
-        registers = self.registers_of_roles.mma - SPARE_REGISTERS[self.stats_vector]
-        if self.registers(spec) > registers:
-            raise ValueError(
-                f"{self} takes {self.registers(spec)} registers a thread for the fragments of "
-                f"{spec}, there are {registers}"
-            )
+    def fits(self, spec: AttentionSpec) -> bool:
+        """Whether the kernel can run this config for a spec."""
+        columns, registers = padded(spec.head_dim), self.registers_of_roles.mma
+        return (
+            (self.tile_m == ROWS or columns <= WIDEST_PIECE[self.q_splits])
+            and self.smem_bytes(spec) <= CAPACITY
+            and self.registers(spec) <= registers - SPARE_REGISTERS[self.stats_vector]
+        )
 
 
 class PassArguments(NamedTuple):

@@ -21,7 +21,7 @@ from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.output_store import GradientStore
-from fa3.primitives.query_tiles import EitherWalk, RowStatistics, UpwardWalk
+from fa3.primitives.query_tiles import QueryWalk, RowStatistics
 from fa3.primitives.tma import TmaTensor, load_run, tile_loader
 from fa3.primitives.turns import NoPingPong, PingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
@@ -121,7 +121,7 @@ class QueryHead(NamedTuple):
 
     head: Int32
     mask: object
-    walk: UpwardWalk | EitherWalk
+    walk: QueryWalk
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,7 @@ class BackwardRoles:
         blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
         if self.kernel.splits:
             blocks = self.tensors.shared.split.blocks(blocks, work.part)
-        walk = UpwardWalk(blocks)
-        if self.kernel.may_alternate:
-            walk = EitherWalk.of(blocks, tile.is_down)
-        return QueryHead(head, mask, walk)
+        return QueryHead(head, mask, QueryWalk.of(blocks, tile.is_down))
 
     def keys_of(self, segment, is_down) -> Tile:
         """The key tile of a segment; `m_block` is its index among the sequence's key tiles.

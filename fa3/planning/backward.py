@@ -98,13 +98,8 @@ class BackwardTiling(NamedTuple):
 
     def fits(self, spec: AttentionSpec) -> bool:
         """Whether the config can run a spec."""
-        if spec.head_dim > self.head_dim or spec.head_dim_v > self.head_dim_v:
-            return False
-        try:
-            self.config.validate(spec)
-        except ValueError:
-            return False
-        return True
+        is_small = spec.head_dim <= self.head_dim and spec.head_dim_v <= self.head_dim_v
+        return is_small and self.config.fits(spec)
 
 
 BACKWARD_TILINGS = (

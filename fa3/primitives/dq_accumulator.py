@@ -51,15 +51,11 @@ class DqPieces(NamedTuple):
 
     @classmethod
     def of(cls, tile_m: int, columns: int, widest: int) -> "DqPieces":
-        """Return the fewest pieces of a (tile_m, columns) tile; ValueError if there are none."""
+        """Return the fewest pieces of a (tile_m, columns) tile.
+        If `tile_m` is more than 64 rows, it must have no more than `widest` columns."""
         units = columns // UNIT_OF_PIECE
         fits = (n for n in range(1, units + 1) if units % n == 0)
         in_row = next(n for n in fits if columns // n <= widest)
-        if tile_m % ROWS or (tile_m > ROWS and in_row > 1):
-            raise ValueError(
-                f"tile_m must be {ROWS}, or a multiple of it with {widest} columns or fewer, "
-                f"got {tile_m} with {columns} columns"
-            )
         return cls(tile_m // ROWS, in_row, columns // in_row)
 
     @property

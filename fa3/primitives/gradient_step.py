@@ -140,7 +140,7 @@ class GradientStep:
         while i < blocks.full_end:
             states = self.next(walk.at(i), *states, masked=False)
             i += 1
-        if cutlass.const_expr(self.rules.mask.left or walk.is_either):
+        if cutlass.const_expr(self.rules.mask.left or walk.may_be_down):
             while i < blocks.end:
                 states = self.next(walk.at(i), *states, masked=True)
                 i += 1

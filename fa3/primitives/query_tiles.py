@@ -118,37 +118,24 @@ def place_of_row(row, at_once: int):
     return row // 16 * 16 + first // PAIR * QUAD + second * PAIR + first % PAIR
 
 
-class UpwardWalk(NamedTuple):
-    """Query blocks from the first to the last; `blocks` are of `fa3.scores.masks`."""
-
-    blocks: Any
-
-    @property
-    def is_either(self) -> bool:
-        """Whether unmasked blocks may come before masked ones."""
-        return False
-
-    def at(self, i):
-        """The query block at a place of the walk, begin <= i < end."""
-        return i
-
-
-class EitherWalk(NamedTuple):
+class QueryWalk(NamedTuple):
     """Query blocks upwards or downwards."""
 
     blocks: Any  # places of the walk, [begin, end), and of them the ones with unmasked blocks
-    # first, step: the query block at place i is first + step * i.
-    first: Int32
-    step: Int32
+    # first, step: the query block at place i is first + step * i; None if it is i.
+    first: Int32 | None = None
+    step: Int32 | None = None
 
     @property
-    def is_either(self) -> bool:
+    def may_be_down(self) -> bool:
         """Whether unmasked blocks may come before masked ones."""
-        return True
+        return self.step is not None
 
     @classmethod
-    def of(cls, blocks, is_down) -> "EitherWalk":
-        """The walk of these blocks: downwards if `is_down` is 1, upwards if it is 0."""
+    def of(cls, blocks, is_down) -> "QueryWalk":
+        """The walk of `Blocks`: downwards if `is_down` is 1, upwards if it is 0 or None."""
+        if is_down is None:
+            return cls(blocks)
         begin, full_begin, full_end, end = blocks
         shift = is_down * (begin + end - full_begin - full_end)
         places = blocks._replace(full_begin=full_begin + shift, full_end=full_end + shift)
@@ -156,4 +143,4 @@ class EitherWalk(NamedTuple):
 
     def at(self, i):
         """The query block at a place of the walk, begin <= i < end."""
-        return self.first + self.step * i
+        return i if self.step is None else self.first + self.step * i
