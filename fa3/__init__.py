@@ -12,46 +12,27 @@ from typing import TYPE_CHECKING
 from fa3.running import code_cache
 
 if TYPE_CHECKING:
-    from fa3.calls.combine import flash_attn_combine
-    from fa3.calls.dropout import dropout_mask
-    from fa3.calls.forward import flash_attn_func
-    from fa3.calls.kvcache import flash_attn_with_kvcache
-    from fa3.calls.passes import flash_attn_backward
-    from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
-    from fa3.calls.varlen import flash_attn_varlen_func
-    from fa3.planning.plan import Plan
-    from fa3.planning.planner import plan_forward
-    from fa3.primitives.coords import Position
-    from fa3.problem import AttentionSpec, Problem, Window
-    from fa3.schedules import Tile
-    from fa3.scores.masks import Mask
-    from fa3.scores.scores import Score
-    from fa3.tools.function_check import check
-    from fa3.tools.recording import record_timeline
-    from fa3.tools.warmup import warmup
+    from fa3.calls.combine import flash_attn_combine as flash_attn_combine
+    from fa3.calls.dropout import dropout_mask as dropout_mask
+    from fa3.calls.forward import flash_attn_func as flash_attn_func
+    from fa3.calls.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from fa3.calls.passes import flash_attn_backward as flash_attn_backward
+    from fa3.calls.scheduler_metadata import SchedulerMetadata as SchedulerMetadata
+    from fa3.calls.scheduler_metadata import get_scheduler_metadata as get_scheduler_metadata
+    from fa3.calls.varlen import flash_attn_varlen_func as flash_attn_varlen_func
+    from fa3.planning.plan import Plan as Plan
+    from fa3.planning.planner import plan_forward as plan_forward
+    from fa3.primitives.coords import Position as Position
+    from fa3.problem import AttentionSpec as AttentionSpec
+    from fa3.problem import Problem as Problem
+    from fa3.problem import Window as Window
+    from fa3.schedules import Tile as Tile
+    from fa3.scores.masks import Mask as Mask
+    from fa3.scores.scores import Score as Score
+    from fa3.tools.function_check import check as check
+    from fa3.tools.recording import record_timeline as record_timeline
+    from fa3.tools.warmup import warmup as warmup
 
-__all__ = [
-    "AttentionSpec",
-    "Mask",
-    "Plan",
-    "Position",
-    "Problem",
-    "SchedulerMetadata",
-    "Score",
-    "Tile",
-    "Window",
-    "check",
-    "dropout_mask",
-    "flash_attn_backward",
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
-    "plan_forward",
-    "record_timeline",
-    "warmup",
-]
 __version__ = "0.1.0"
 
 HOMES = {
@@ -77,6 +58,8 @@ HOMES = {
     "warmup": "fa3.tools.warmup",
 }
 """The module of each public name, as imported above for type checkers."""
+
+__all__ = list(HOMES)
 
 
 def __getattr__(name: str) -> object:

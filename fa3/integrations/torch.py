@@ -227,21 +227,6 @@ def flash_forward_into(call: AtenArguments) -> torch.Tensor | None:
     return lse
 
 
-def flash_backward(call: AtenArguments) -> tuple[torch.Tensor, ...]:
-    """aten::_flash_attention_backward."""
-    return differentiate(call)
-
-
-KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
-    "_scaled_dot_product_flash_attention": sdpa_forward,
-    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
-    "_flash_attention_forward": flash_forward,
-    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
-    "_flash_attention_backward": flash_backward,
-}
-"""Operators of aten, and what runs them."""
-
-
 def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write out; return the log-sum-exp, and the seed that was drawn. The shapes are fa3's."""
     check_taken(call, out)
@@ -293,12 +278,22 @@ def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return rng_state, unused and debug_attn_mask, which torch keeps, from the seed or None."""
     unused = query.new_empty((), dtype=torch.uint64)
-    # Nobody reads what was not drawn: like torch's own, it is not filled, which takes a launch.
+    # What was not drawn is not read: like torch's own, it is not filled, which takes a launch.
     words = query.new_empty(2, dtype=torch.uint64) if state is None else state.repeat(2)
     return words, unused, query.new_empty(0)
 
 
-# ----------------------------------------------------------------------------- who takes a call
+KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
+    "_flash_attention_backward": differentiate,
+}
+"""Operators of aten, and what runs them."""
+
+
+# ---------------------------------------------------------------- which kernel takes a call
 
 
 def check_taken(call: AtenArguments, out: torch.Tensor) -> None:

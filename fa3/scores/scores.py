@@ -243,7 +243,7 @@ class ScorePipeline:
     units: tuple  # the unit before each score, then the unit after the last
     rows: tuple  # for each score what its `at_rows` gave for this tile
     mask: object  # the mask of the tile's head
-    coords: ScoreCoords
+    coords: ScoreCoords | TransposedCoords
     sequence: object
 
     @classmethod
@@ -258,7 +258,7 @@ class ScorePipeline:
 
     @property
     def unit(self):
-        """The natural logit that a score of 1 stands for when it reaches the softmax."""
+        """The natural logit that a score of 1 stands for after `apply`."""
         return self.units[-1]
 
     @property
@@ -299,16 +299,8 @@ class ScorePipeline:
         return tuple(Float32(sinks[self.coords.head_of(r)]) * LOG2_E for r in rows)
 
 
-@dataclass(frozen=True)
-class TransposedScorePipeline:
-    """What happens to the scores of one tile between K Q^T and P^T; fields as in
-    `ScorePipeline`."""
-
-    scores: tuple[Score, ...]
-    units: tuple
-    mask: object
-    coords: TransposedCoords
-    sequence: object
+class TransposedScorePipeline(ScorePipeline):
+    """What happens to the scores of one tile between K Q^T and P^T; rows have no part in it."""
 
     @classmethod
     def of(cls, scores: tuple[Score, ...], mask, coords: TransposedCoords, sequence, softmax_scale):
@@ -316,12 +308,7 @@ class TransposedScorePipeline:
         units = [softmax_scale]
         for score in scores:
             units.append(score.unit_after(units[-1]))
-        return cls(scores, tuple(units), mask, coords, sequence)
-
-    @property
-    def unit(self):
-        """The natural logit that a score of 1 stands for after `apply`."""
-        return self.units[-1]
+        return cls(scores, tuple(units), (), mask, coords, sequence)
 
     def shifted(self, columns: int) -> "TransposedScorePipeline":
         """The rules of as many scores that many columns further in the block."""

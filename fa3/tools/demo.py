@@ -59,22 +59,13 @@ def paragraph(title: str, text: str) -> None:
 
 
 def machine_code(plan: Plan) -> str:
-    """Compile the kernel of a plan for sm_90a; what it is made of."""
+    """Compile the kernel of a plan for sm_90a; what it takes of an SM."""
     print("\nCompiling the kernel for sm_90a ...", flush=True)
     report = inspect(compile_kernel(plan.kernel()).cubin)
-    text = (
+    return (
         f"A CTA has {report.threads} threads with {report.registers} registers each at launch, and "
         f"{plan.config.smem_bytes(plan.problem.spec):,} bytes of shared memory.\n"
-        f"Registers spill {report.stack_bytes} bytes per thread to memory.\n"
-    )
-    try:
-        instructions = report.instructions
-    except ModuleNotFoundError as error:
-        return f"{text}Instructions were not counted: {error}."
-    return (
-        f"{text}It has {len(instructions):,} instructions: {report.count('HGMMA')} matrix products "
-        f"(WGMMA), {report.count('UTMALDG')} loads and {report.count('UTMASTG')} stores by TMA, "
-        f"{report.count('MUFU.EX2')} exponentials."
+        f"Registers spill {report.stack_bytes} bytes per thread to memory."
     )
 
 

@@ -95,16 +95,11 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     grouped = GroupedPlan.if_possible(problem, gpu)
     if grouped is not None:
         plans.append(grouped)
-    plans.sort(key=predicted_us)
-    limit = HOPELESS * predicted_us(plans[0])
-    choice = plan_dense(problem, gpu)
-    by_name = {plan.name: plan for plan in (choice, *plans) if predicted_us(plan) <= limit}
+    us = {plan.name: plan.predict().mean_us for plan in plans}
+    plans.sort(key=lambda plan: us[plan.name])
+    choice, limit = plan_dense(problem, gpu), HOPELESS * us[plans[0].name]
+    by_name = {plan.name: plan for plan in (choice, *plans) if us[plan.name] <= limit}
     return list(by_name.values())[:MOST_PLANS]
-
-
-def predicted_us(plan: AnyPlan) -> float:
-    """Return the predicted microseconds by which the planner compares plans."""
-    return plan.predict().mean_us
 
 
 def fastest(times: Sequence[float]) -> int:
