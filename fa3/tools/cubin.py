@@ -1,30 +1,24 @@
-"""What a compiled kernel is made of, read from its cubin without a CUDA toolkit.
+"""What a compiled kernel is made of: its cubin, as `nvdisasm` prints it.
 
-Registers, stack and threads stand in the ELF's `.nv.info` sections. Instructions come from
-`nvdisasm`, which the `nvidia-cuda-nvdisasm` package carries; it is needed only where they are read.
+The `nvidia-cuda-nvdisasm` package carries the program; no CUDA toolkit is needed.
 """
 
 import contextlib
 import importlib.metadata
 import math
 import re
-import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
 NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
 
-# Attributes of .nv.info, as `cuobjdump --dump-elf` names them, and their format with a payload.
-EIATTR_REQNTID, EIATTR_FRAME_SIZE, EIATTR_REGCOUNT, EIFMT_SIZED = 0x10, 0x11, 0x2F, 0x04
-
-SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+WORD = re.compile(r"\.word\s+0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -34,12 +28,8 @@ class CubinReport:
     registers: int  # registers a thread has at launch; setmaxnreg moves them between warpgroups
     stack_bytes: int  # local memory of a thread. A kernel that spills has some.
     threads: int  # threads of a CTA
-    cubin: bytes = field(repr=False)
-
-    @cached_property
-    def instructions(self) -> tuple[str, ...]:
-        """The SASS in program order, predicate and operands included; needs nvdisasm."""
-        return tuple(INSTRUCTION.findall(disassemble(self.cubin)))
+    # The SASS in program order, predicate and operands included.
+    instructions: tuple[str, ...] = field(repr=False)
 
     @cached_property
     def opcodes(self) -> Counter[str]:
@@ -52,55 +42,34 @@ class CubinReport:
 
 
 def inspect(cubin: bytes) -> CubinReport:
-    """Read the resources of the one kernel in a cubin; raise ValueError if it has others."""
-    sections = elf_sections(cubin)
-    resources = dict(attributes(sections[".nv.info"]))
-    kernels = [name for name in sections if name.startswith(".text.")]
-    if len(kernels) != 1:
-        raise ValueError(f"expected a cubin with one kernel, got {len(kernels)}")
-    launch = dict(attributes(sections[".nv.info." + kernels[0].removeprefix(".text.")]))
-    # The payload of a per-function attribute is (symbol, value); there is one function.
+    """Read the one kernel in a cubin; raise ValueError if it has others, or is none."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([nvdisasm(), file.name], capture_output=True, text=True)
+    if done.returncode or done.stdout.count("EIATTR_REGCOUNT") != 1:
+        raise ValueError(f"needs an ELF file with the code of one kernel: {done.stderr.strip()}")
+    text = done.stdout
     return CubinReport(
-        registers=struct.unpack("<II", resources[EIATTR_REGCOUNT])[1],
-        stack_bytes=struct.unpack("<II", resources[EIATTR_FRAME_SIZE])[1],
-        threads=math.prod(struct.unpack("<III", launch[EIATTR_REQNTID])),
-        cubin=cubin,
+        registers=words_of(text, "REGCOUNT")[0],
+        stack_bytes=words_of(text, "FRAME_SIZE")[0],
+        threads=math.prod(words_of(text, "REQNTID")),
+        instructions=tuple(INSTRUCTION.findall(text)),
     )
+
+
+def words_of(text: str, attribute: str) -> list[int]:
+    """Return the numbers of a kernel's attribute."""
+    _, _, after = text.partition(f"EIATTR_{attribute}\n")
+    return [int(word, 16) for word in WORD.findall(after.partition("//---")[0])]
 
 
 def opcode(instruction: str) -> str:
     """The opcode of a SASS instruction, without its predicate."""
-    found = OPCODE.match(instruction)
-    if found is None:
+    match = OPCODE.match(instruction)
+    if match is None:
         raise ValueError(f"not an instruction: {instruction!r}")
-    return found[1]
-
-
-def elf_sections(elf: bytes) -> dict[str, bytes]:
-    """The sections of a 64-bit ELF file by name."""
-    if elf[:5] != b"\x7fELF\x02":
-        raise ValueError("not a 64-bit ELF file")
-    (table,) = struct.unpack_from("<Q", elf, 0x28)
-    entry_bytes, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
-    headers = [SECTION_HEADER.unpack_from(elf, table + i * entry_bytes) for i in range(count)]
-    names = headers[names_index][4]
-    sections = {}
-    for name, kind, _, _, offset, size, *_ in headers:
-        end = elf.index(b"\0", names + name)
-        occupies_file = kind != 8  # SHT_NOBITS
-        sections[elf[names + name : end].decode()] = elf[offset : offset + size * occupies_file]
-    return sections
-
-
-def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the (attribute, payload) pairs of a `.nv.info` section that have a payload."""
-    offset = 0
-    while offset + 4 <= len(info):
-        form, attribute, value = struct.unpack_from("<BBH", info, offset)
-        offset += 4
-        if form == EIFMT_SIZED:
-            yield attribute, info[offset : offset + value]
-            offset += value
+    return match[1]
 
 
 @cache
@@ -114,13 +83,3 @@ def nvdisasm() -> Path:
         f"reading machine code (SASS) needs nvdisasm: pip install {NVDISASM_PACKAGE} "
         "(part of the dev extra)"
     )
-
-
-def disassemble(cubin: bytes) -> str:
-    """The cubin as nvdisasm prints it, code only."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout

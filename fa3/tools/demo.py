@@ -61,11 +61,17 @@ def paragraph(title: str, text: str) -> None:
 def machine_code(plan: Plan) -> str:
     """Compile the kernel of a plan for sm_90a; what it takes of an SM."""
     print("\nCompiling the kernel for sm_90a ...", flush=True)
-    report = inspect(compile_kernel(plan.kernel()).cubin)
+    cubin = compile_kernel(plan.kernel()).cubin
+    shared = plan.config.smem_bytes(plan.problem.spec)
+    text = f"A CTA has {plan.config.threads} threads and {shared:,} bytes of shared memory.\n"
+    try:
+        report = inspect(cubin)
+    except ModuleNotFoundError as error:
+        return f"{text}Instructions were not counted: {error}."
     return (
-        f"A CTA has {report.threads} threads with {report.registers} registers each at launch, and "
-        f"{plan.config.smem_bytes(plan.problem.spec):,} bytes of shared memory.\n"
-        f"Registers spill {report.stack_bytes} bytes per thread to memory."
+        f"{text}It has {len(report.instructions):,} instructions: {report.count('HGMMA')} matrix "
+        f"products (WGMMA), {report.count('UTMALDG')} loads and {report.count('UTMASTG')} stores "
+        f"by TMA, {report.count('MUFU.EX2')} exponentials. {report.stack_bytes} bytes are spilled."
     )
 
 
