@@ -65,7 +65,7 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, *u
 
 MODULES = {
     "vllm.v1.attention.backend": {
-        "AttentionBackend": AttentionBackend, "AttentionImpl": Base, "AttentionMetadata": Base,
+        "AttentionBackend": AttentionBackend, "AttentionImpl": Base,
         "AttentionMetadataBuilder": AttentionMetadataBuilder, "AttentionType": AttentionType,
         "AttentionCGSupport": SimpleNamespace(NEVER=0), "MultipleOf": SimpleNamespace,
         "CommonAttentionMetadata": SimpleNamespace,
@@ -259,11 +259,11 @@ def test_what_a_layer_refuses(backend):
 
 def test_a_table_may_be_exchanged(backend):
     builder = backend.MetadataBuilder(None, [], None, torch.device("cpu"))
-    metadata = backend.Metadata(1, 1, 1, *torch.zeros(3, 2), True)
+    step = SimpleNamespace(seq_lens=torch.ones(2), block_table_tensor=None)
     table, slots = torch.ones(2, 2)
-    changed = builder.update_block_table(metadata, table, slots)
-    assert changed.block_table is table
-    assert changed.seq_lens is metadata.seq_lens and metadata.block_table is not table
+    other = builder.update_block_table(step, table, slots)
+    assert other.block_table_tensor is table and other.seq_lens is step.seq_lens
+    assert step.block_table_tensor is None
 
 
 def test_the_plug_in_names_the_backend(stand_in):

@@ -3,14 +3,14 @@
 vLLM packs the queries of all requests of a step into one tensor, and keeps keys and values in
 pages. First each layer's `do_kv_cache_update` writes the new ones there; then `forward` is one call
 of `flash_attn_varlen_func`, whatever the requests are: those that decode have one query each. What
-all layers share, lengths and page tables, `MetadataBuilder` takes once a step from what vLLM tells.
-No length is read by the host.
+all layers share, lengths and page tables, they take from vLLM's own description of a step. No
+length is read by the host.
 
 The interface is as in vLLM 0.32 and 0.33, where a layer's cache is (pages, heads, tokens of a
 page, 2 * head_size): each token's key, then its value.
 """
 
-from dataclasses import dataclass, replace
+from copy import copy
 
 import torch
 from vllm import _custom_ops
@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -79,22 +78,8 @@ class Fa3Backend(AttentionBackend):
         return True
 
 
-@dataclass
-class Metadata(AttentionMetadata):
-    """A step's batch, as all layers see it."""
-
-    num_actual_tokens: int  # rows of the query that count; padding follows
-    # max_query_len, max_seq_len: bounds of the lengths.
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor  # (requests + 1,), int32: where each request's queries begin
-    seq_lens: torch.Tensor  # (requests,), int32: tokens of each request, this step's included
-    block_table: torch.Tensor  # (requests, pages of a request), int32: its pages
-    causal: bool  # whether a query sees no later tokens
-
-
-class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Takes from vLLM's description of a step what fa3 needs."""
+class MetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
+    """Hands vLLM's description of a step to all layers as it is."""
 
     # Not checked on a GPU. vLLM's graphs of what lies between attentions are not concerned.
     _cudagraph_support = AttentionCGSupport.NEVER
@@ -109,28 +94,21 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Metadata:
-        common = common_attn_metadata
-        if not isinstance(common.causal, bool):
+    ) -> CommonAttentionMetadata:
+        if not isinstance(common_attn_metadata.causal, bool):
             raise NotImplementedError("fa3's backend takes one causal for all requests")
-        return Metadata(
-            common.num_actual_tokens,
-            common.max_query_len,
-            common.max_seq_len,
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.causal,
-        )
+        return common_attn_metadata
 
     def update_block_table(
-        self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> Metadata:
+        self, metadata: CommonAttentionMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> CommonAttentionMetadata:
         # Where new tokens go, vLLM tells `do_kv_cache_update` itself.
-        return replace(metadata, block_table=blk_table)
+        step = copy(metadata)
+        step.block_table_tensor = blk_table
+        return step
 
 
-class Fa3Attention(AttentionImpl[Metadata]):
+class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
     """The attention of one layer."""
 
     def __init__(
@@ -195,7 +173,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Metadata | None,
+        attn_metadata: CommonAttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -232,7 +210,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
-            page_table=step.block_table,
+            page_table=step.block_table_tensor,
             out=output[: step.num_actual_tokens],
         )
         return output
