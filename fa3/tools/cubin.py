@@ -51,14 +51,14 @@ def inspect(cubin: bytes) -> CubinReport:
         raise ValueError(f"needs an ELF file with the code of one kernel: {done.stderr.strip()}")
     text = done.stdout
     return CubinReport(
-        registers=words_of(text, "REGCOUNT")[0],
-        stack_bytes=words_of(text, "FRAME_SIZE")[0],
-        threads=math.prod(words_of(text, "REQNTID")),
+        registers=attribute_of(text, "REGCOUNT")[0],
+        stack_bytes=attribute_of(text, "FRAME_SIZE")[0],
+        threads=math.prod(attribute_of(text, "REQNTID")),
         instructions=tuple(INSTRUCTION.findall(text)),
     )
 
 
-def words_of(text: str, attribute: str) -> list[int]:
+def attribute_of(text: str, attribute: str) -> list[int]:
     """Return the numbers of a kernel's attribute."""
     _, _, after = text.partition(f"EIATTR_{attribute}\n")
     return [int(word, 16) for word in WORD.findall(after.partition("//---")[0])]
