@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.ragged_lengths import sequence_of
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.problem import FP8
 from fa3.schedules.sequences import capacity_of
@@ -197,19 +198,6 @@ class Queries(NamedTuple):
     def at(self, tensor: cute.Tensor, token, sequence, nth, head) -> cute.Tensor:
         """One head of a query in `q` or `rotated`."""
         return tensor[sequence, nth, head, None] if self.ends is None else tensor[token, head, None]
-
-
-@cute.jit
-def sequence_of(ends: cute.Tensor, token, batch) -> Int32:
-    """The last sequence that begins at or before a token."""
-    sequence, end = Int32(0), Int32(batch)
-    while end - sequence > 1:
-        middle = (sequence + end) // 2
-        if ends[middle] <= token:
-            sequence = middle
-        else:
-            end = middle
-    return sequence
 
 
 class AppendArguments(NamedTuple):

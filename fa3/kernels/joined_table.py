@@ -23,7 +23,7 @@ from cutlass import Boolean, Int32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
-from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.ragged_lengths import RaggedLengths, sequence_of
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
@@ -162,13 +162,7 @@ class MultiSequenceTable(KernelBase):
     def record_of_row(self, operands: MultiSequenceTableOperands, row: Int32) -> RowRecord:
         """The record of a row of q, which may lie past the last one."""
         queries, keys, *_, window = operands
-        batch, behind = Int32(0), Int32(queries.num_sequences)
-        while behind - batch > 1:
-            middle = (batch + behind) // 2
-            if queries.cu[middle] <= row:
-                batch = middle
-            else:
-                behind = middle
+        batch = sequence_of(queries.cu, row, queries.num_sequences)
         begin_q, seqlen_q = queries.read(batch)
         begin_k, seqlen_k = keys.read(batch)
         query = row - begin_q

@@ -91,3 +91,16 @@ class RaggedLengths(NamedTuple):
         if batch + 1 == self.num_sequences:
             end = self.total
         return end - begin
+
+
+@cute.jit
+def sequence_of(ends: cute.Tensor, row, batch) -> Int32:
+    """The last sequence that begins at or before a row, by bisection."""
+    sequence, end = Int32(0), Int32(batch)
+    while end - sequence > 1:
+        middle = (sequence + end) // 2
+        if ends[middle] <= row:
+            sequence = middle
+        else:
+            end = middle
+    return sequence

@@ -118,6 +118,17 @@ class AtChunks:
     def num_slots(self):
         return 2 * self.num_ctas
 
+    def part(
+        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
+    ) -> Part:
+        """The part of a tile that begins at a block; the crews in whose pieces the tile begins and
+        ends follow from where it begins in the line. Each lane of a crew has its own slots."""
+        first = as_int32(pieces.crew_of(tile_begin))
+        last = as_int32(pieces.crew_of(tile_begin + num_blocks - 1))
+        slots = 2 * crew.lane * pieces.num_crews.value
+        record = self.record(crew, tile_number)
+        return Part(slots + first + crew.number, slots + 2 * first, last - first + 1, record)
+
     def begin(self, block, num_blocks):
         """The first block, from `block` on, at which a segment of the tile may begin."""
         return block
@@ -148,37 +159,22 @@ class StreamK(AtChunks):
     def records_are_by_cta(self):
         return self.num_tiles > self.num_ctas
 
-    def part(
-        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
-    ) -> Part:
-        first, last = ends_of_tile(pieces, tile_begin, num_blocks)
+    def record(self, crew: CtaGroup, tile_number):
         by_tile = 1 - smaller(larger(self.num_tiles - self.num_ctas, 0), 1)
-        record = crew.cta + by_tile * (tile_number - crew.cta)
-        return Part(first + crew.cta, 2 * first, last - first + 1, record)
-
-
-def ends_of_tile(pieces: Chunks, begin, num_blocks) -> tuple:
-    """The crews in whose pieces a tile begins and ends."""
-    first = as_int32(pieces.crew_of(begin))
-    return first, as_int32(pieces.crew_of(begin + num_blocks - 1))
+        return crew.cta + by_tile * (tile_number - crew.cta)
 
 
 @dataclass(frozen=True)
 class CtaGroups(AtChunks):
     """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
-    The slots are as in `StreamK`, for each lane of a crew apart. There are no records: the CTA that
-    merges has a part of the tile."""
+    There are no records: the CTA that merges has a part of the tile."""
 
     width: int  # CTAs of a crew; divides the key/value heads
 
     num_records: ClassVar[int] = 0
 
-    def part(
-        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
-    ) -> Part:
-        first, last = ends_of_tile(pieces, tile_begin, num_blocks)
-        slots = 2 * crew.lane * pieces.num_crews.value
-        return Part(slots + first + crew.number, slots + 2 * first, last - first + 1, 0)
+    def record(self, crew: CtaGroup, tile_number):
+        return 0
 
 
 def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
