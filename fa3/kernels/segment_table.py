@@ -29,7 +29,6 @@ from fa3.kernels.tile_table import (
     TileTable,
     TileTableArguments,
     TileTableOperands,
-    place_among,
     sum_in_warp,
 )
 from fa3.primitives import arguments
@@ -105,13 +104,7 @@ class SegmentTable(KernelBase):
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_launch_dependents()
         tiles = self.tiles
-        tiles.await_lengths(operands, lane)
-        sequence = tiles.read(operands, lane)
-        upto = sum_in_warp(sequence.num_tiles)
-        amount = tiles.amount(
-            sequence.num_tiles, tiles.sequence(operands, sequence), operands.shift
-        )
-        place = place_among(amount, sequence.num_tiles, operands.queries.num_sequences)
+        sequence, place, upto = tiles.read_few(operands, lane)
         first = cute.arch.make_warp_uniform(thread // WARP) * WARP
         tiles.write_tiles(operands, Int32(0), sequence, upto, place, first, Int32(CUTTERS))
         num_records = cute.arch.shuffle_sync(upto, WARP - 1)

@@ -222,19 +222,24 @@ class TileTable(KernelBase):
         block, _, _ = cute.arch.block_idx()
         first = cute.arch.make_warp_uniform(block * (SORTERS // WARP) + thread // WARP) * WARP
         if first < operands.capacity:
-            lane = cute.arch.lane_idx()
-            self.await_lengths(operands, lane)
-            of_lane = self.read(operands, lane)
-            num_tiles, num_sequences = of_lane.num_tiles, operands.queries.num_sequences
-            upto = sum_in_warp(num_tiles)
-            amount = self.amount(num_tiles, self.sequence(operands, of_lane), operands.shift)
-            place = place_among(amount, num_tiles, num_sequences)
             # Lengths that overlap, which is wrong, may have more tiles than all warps have lanes.
             lanes = (operands.capacity + WARP - 1) & -WARP
+            of_lane, place, upto = self.read_few(operands, cute.arch.lane_idx())
             self.write_tiles(operands, Int32(0), of_lane, upto, place, first, lanes)
             if first == 0:
                 num_tiles = cute.arch.shuffle_sync(upto, WARP - 1)
                 self.write_header(operands, num_tiles, self.ctas_beside(operands, of_lane))
+
+    @cute.jit
+    def read_few(self, operands: TileTableOperands, lane: Int32) -> tuple:
+        """Return this lane's sequence, the place of its first record, and the sum of tiles over the
+        lanes up to this one; all sequences fit in a warp."""
+        self.await_lengths(operands, lane)
+        of_lane = self.read(operands, lane)
+        num_tiles, num_sequences = of_lane.num_tiles, operands.queries.num_sequences
+        upto = sum_in_warp(num_tiles)
+        amount = self.amount(num_tiles, self.sequence(operands, of_lane), operands.shift)
+        return of_lane, place_among(amount, num_tiles, num_sequences), upto
 
     @cute.jit
     def ctas_beside(self, operands: TileTableOperands, of_lane: LaneSequence) -> Int32:

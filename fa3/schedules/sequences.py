@@ -15,7 +15,7 @@ from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.ragged_lengths import RaggedLengths, read_early
 from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
-from fa3.problem import Problem, Window
+from fa3.problem import Window
 from fa3.schedules.joined import MultiSequenceTile
 from fa3.schedules.segment import Segment, Tile
 from fa3.scores.masks import Blocks, Sequence
@@ -36,10 +36,6 @@ class Dense(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     window: Window
-
-    @classmethod
-    def of(cls, problem: Problem) -> "Dense":
-        return cls(problem.seqlen_q, problem.seqlen_k, problem.window)
 
     def sequence(self, segment: Segment) -> Sequence:
         """The segment's sequence, for a mask."""
