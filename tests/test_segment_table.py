@@ -278,18 +278,16 @@ def tables_on_cpu(step: Step) -> tuple[np.ndarray, list[Segments]]:
     tile_table.TileTable.await_lengths = lambda *_: None
     table = np.full(words_of_table(step.capacity), -7)
     segments = np.full(segment_rows(step.capacity * step.heads[0]) * NUM_CTAS * FIELDS, -7)
-    queries, keys = (
-        RaggedLengths(emulated_cta.Memory(np.array(ends)), None, total)
-        for ends, total in zip(step.ends, step.totals, strict=True)
-    )
+    ends = (emulated_cta.Memory(np.array(one)) for one in step.ends)
     memory, ratio = emulated_cta.Memory(table), step.heads[0] // step.heads[1]
-    operands = tile_table.TileTableOperands(
-        queries, keys, memory, step.capacity, 0, step.window, step.short, ratio, NUM_CTAS
-    )
+    call = tile_table.TileTableArguments(
+        *ends, None, None, memory, *step.totals, step.capacity, 0, *step.window, step.short, ratio,
+        NUM_CTAS,
+    )  # fmt: skip
     order = ragged.RaggedOrder(*vars(step.order(memory)).values())
     tiles = tile_table.TileTable(TILE_M, TILE_N, Band.of(step.window), False, False)
     kernel = segment_table.SegmentTable(tiles).kernel
-    emulated_cta.Cta(CUTTERS).run(lambda: kernel(operands, order, emulated_cta.Memory(segments)))
+    emulated_cta.Cta(CUTTERS).run(lambda: kernel(call, order, emulated_cta.Memory(segments)))
     return table, columns_in(segments)
 
 

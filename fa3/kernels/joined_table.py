@@ -70,17 +70,13 @@ class MultiSequenceTableArguments(NamedTuple):
             **arguments.scalars(cls),
         )
 
+    @property
+    def queries(self) -> RaggedLengths:
+        return RaggedLengths(self.cu_seqlens_q, self.seqused_q, self.total_q)
 
-class MultiSequenceTableOperands(NamedTuple):
-    """What the tables are made of, and where they go."""
-
-    queries: RaggedLengths
-    keys: RaggedLengths
-    # rows, tiles, table: see `MultiSequenceTableArguments`.
-    rows: cute.Tensor
-    tiles: cute.Tensor
-    table: cute.Tensor
-    window: Window
+    @property
+    def keys(self) -> RaggedLengths:
+        return RaggedLengths(self.cu_seqlens_k, self.seqused_k, self.total_k)
 
 
 @dataclass(frozen=True)
@@ -102,18 +98,12 @@ class MultiSequenceTable(KernelBase):
 
     @cute.jit
     def launch(self, call: MultiSequenceTableArguments, stream):
-        queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
-        keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
-        window = Window(call.window_left, call.window_right)
-        operands = MultiSequenceTableOperands(
-            queries, keys, call.rows, call.tiles, call.table, window
-        )
-        self.kernel(operands).launch(
+        self.kernel(call).launch(
             grid=(call.num_tiles, 1, 1), block=(self.tile_m, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, operands: MultiSequenceTableOperands):
+    def kernel(self, call: MultiSequenceTableArguments):
         smem = SmemAllocator()
         # Of each warp: the first and the last key that its rows see, and whether all are used.
         of_warps = smem.allocate_tensor(
@@ -123,45 +113,46 @@ class MultiSequenceTable(KernelBase):
         m_block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        self.write_sequences(operands)
+        self.write_sequences(call)
         row = m_block * self.tile_m + thread
-        record = self.record_of_row(operands, row)
-        self.write_row(operands.rows, row, record)
+        record = self.record_of_row(call, row)
+        self.write_row(call.rows, row, record)
         sees = record.first_key < record.end_key
-        first = record.first_key if sees else operands.keys.total
+        first = record.first_key if sees else call.keys.total
         end = record.end_key if sees else Int32(0)
         first = cute.arch.warp_redux_sync(first, "min")
         end = cute.arch.warp_redux_sync(end, "max")
-        is_whole = cute.arch.vote_all_sync(record.is_used or row >= operands.queries.total)
+        is_whole = cute.arch.vote_all_sync(record.is_used or row >= call.queries.total)
         if cute.arch.lane_idx() == 0:
             warp = thread // WARP
             of_warps[0, warp], of_warps[1, warp] = first, end
             of_warps[2, warp] = Int32(1) if is_whole else Int32(0)
         cute.arch.sync_threads()
         if thread == 0:
-            self.write_tile(operands.tiles, m_block, of_warps)
+            self.write_tile(call.tiles, m_block, of_warps)
             if m_block == 0:
                 num_tiles, _, _ = cute.arch.grid_dim()
                 for i in cutlass.range_constexpr(TABLE_HEADER):
-                    operands.tiles[i] = num_tiles if i == NUM_RECORDS else Int32(0)
+                    call.tiles[i] = num_tiles if i == NUM_RECORDS else Int32(0)
 
     @cute.jit
-    def write_sequences(self, operands: MultiSequenceTableOperands):
+    def write_sequences(self, call: MultiSequenceTableArguments):
         """Write a record of each sequence: its queries are the queries of one tile."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
         batch = block * self.tile_m + thread
-        while batch < operands.queries.num_sequences:
-            ends = (*operands.queries.read(batch), *operands.keys.read(batch))
+        while batch < call.queries.num_sequences:
+            ends = (*call.queries.read(batch), *call.keys.read(batch))
             record = TileRecord(Int32(0), batch, *ends, Int32(1))
-            write_record(operands.table, batch, record, Boolean(True))
+            write_record(call.table, batch, record, Boolean(True))
             batch += num_blocks * self.tile_m
 
     @cute.jit
-    def record_of_row(self, operands: MultiSequenceTableOperands, row: Int32) -> RowRecord:
+    def record_of_row(self, call: MultiSequenceTableArguments, row: Int32) -> RowRecord:
         """The record of a row of q, which may lie past the last one."""
-        queries, keys, *_, window = operands
+        queries, keys = call.queries, call.keys
+        window = Window(call.window_left, call.window_right)
         batch = sequence_of(queries.cu, row, queries.num_sequences)
         begin_q, seqlen_q = queries.read(batch)
         begin_k, seqlen_k = keys.read(batch)

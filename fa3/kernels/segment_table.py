@@ -28,7 +28,6 @@ from fa3.kernels.tile_table import (
     LaneSequence,
     TileTable,
     TileTableArguments,
-    TileTableOperands,
     sum_in_warp,
 )
 from fa3.primitives import arguments
@@ -90,12 +89,13 @@ class SegmentTable(KernelBase):
     def launch(self, call: SegmentTableArguments, stream):
         heads = Divisor.of(call.heads)
         order = RaggedOrder.of(call.table, heads, call.qhead_per_kvhead, call.rows_of_section)
-        self.kernel(self.tiles.operands(call), order, call.segments).launch(
+        tiles = TileTableArguments(*call[: len(TileTableArguments._fields)])
+        self.kernel(tiles, order, call.segments).launch(
             grid=(1, 1, 1), block=(CUTTERS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, operands: TileTableOperands, order: RaggedOrder, segments: cute.Tensor):
+    def kernel(self, call: TileTableArguments, order: RaggedOrder, segments: cute.Tensor):
         smem = SmemAllocator()
         fields = len(TileCut._fields)
         cuts = smem.allocate_tensor(Int32, cute.make_layout((CUTTERS, fields)), byte_alignment=16)
@@ -104,29 +104,29 @@ class SegmentTable(KernelBase):
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_launch_dependents()
         tiles = self.tiles
-        sequence, place, upto = tiles.read_few(operands, lane)
+        sequence, place, upto = tiles.read_few(call, lane)
         first = cute.arch.make_warp_uniform(thread // WARP) * WARP
-        tiles.write_tiles(operands, Int32(0), sequence, upto, place, first, Int32(CUTTERS))
+        tiles.write_tiles(call, Int32(0), sequence, upto, place, first, Int32(CUTTERS))
         num_records = cute.arch.shuffle_sync(upto, WARP - 1)
-        decode_ctas = tiles.ctas_beside(operands, sequence)
+        decode_ctas = tiles.ctas_beside(call, sequence)
         if first == 0:
-            tiles.write_header(operands, num_records, decode_ctas)
-        num_tiles = tiles.used(operands, num_records) * order.heads.value
+            tiles.write_header(call, num_records, decode_ctas)
+        num_tiles = tiles.used(call, num_records) * order.heads.value
         # The decode kernel has the other CTAs, unless it has all, and the forward kernel waits.
-        num_ctas = operands.num_ctas - decode_ctas
-        num_ctas = num_ctas if num_ctas > 0 else operands.num_ctas
-        begin, blocks = self.blocks_of_tile(operands, order, sequence, place, num_tiles)
+        num_ctas = call.num_ctas - decode_ctas
+        num_ctas = num_ctas if num_ctas > 0 else call.num_ctas
+        begin, blocks = self.blocks_of_tile(call, order, sequence, place, num_tiles)
         cut, stretches = self.cut(begin, blocks, num_tiles, num_ctas, sums)
         for i in cutlass.range_constexpr(fields):
             cuts[thread, i] = cut[i]
         cute.arch.sync_threads()
-        if thread < operands.num_ctas:
-            self.write_column(segments, cuts, stretches, num_tiles, thread, operands.num_ctas)
+        if thread < call.num_ctas:
+            self.write_column(segments, cuts, stretches, num_tiles, thread, call.num_ctas)
 
     @cute.jit
     def blocks_of_tile(
         self,
-        operands: TileTableOperands,
+        call: TileTableArguments,
         order: RaggedOrder,
         # sequence, place: of this lane: its sequence, and the place of its first record.
         sequence: LaneSequence,
@@ -137,7 +137,7 @@ class SegmentTable(KernelBase):
         thread, _, _ = cute.arch.thread_idx()
         index = cutlass.max(cutlass.min(thread, num_tiles - 1), 0)
         number, owner = order.heads.quotient(index), Int32(0)
-        for i in cutlass.range(operands.queries.num_sequences):
+        for i in cutlass.range(call.queries.num_sequences):
             first, count = (cute.arch.shuffle_sync(n, i) for n in (place, sequence.num_tiles))
             owner = i if number >= first and number < first + count else owner
         begin_q, seqlen_q, begin_k, seqlen_k, _, num_m_blocks, first = (
@@ -149,7 +149,7 @@ class SegmentTable(KernelBase):
         record = TileRecord(left, owner, begin_q, seqlen_q, begin_k, seqlen_k, num_m_blocks)
         _, m_block = order.within(index, number, record)
         tile_m, tile_n = self.tiles.tile_m, self.tiles.tile_n
-        lengths = Sequence(seqlen_q, seqlen_k, operands.window)
+        lengths = Sequence(seqlen_q, seqlen_k, call.window)
         blocks = self.tiles.band.key_blocks(m_block * tile_m, tile_m, tile_n, lengths)
         count = blocks.end - blocks.begin
         return blocks.begin, count if thread < num_tiles else Int32(0)

@@ -101,19 +101,19 @@ class TileTableArguments(NamedTuple):
             **arguments.scalars(cls),
         )
 
+    @property
+    def queries(self) -> RaggedLengths:
+        return RaggedLengths(self.cu_seqlens_q, self.seqused_q, self.total_q)
 
-class TileTableOperands(NamedTuple):
-    """What the table is made of, and where it goes; the rest is of `TileTableArguments`."""
+    @property
+    def keys(self) -> RaggedLengths | CacheLengths:
+        if self.cu_seqlens_k is None:
+            return CacheLengths(self.seqused_k, self.total_k)
+        return RaggedLengths(self.cu_seqlens_k, self.seqused_k, self.total_k)
 
-    queries: RaggedLengths
-    keys: RaggedLengths | CacheLengths
-    table: cute.Tensor
-    capacity: Int32
-    shift: Int32
-    window: Window
-    short_queries: Int32
-    qhead_per_kvhead: Int32
-    num_ctas: Int32
+    @property
+    def window(self) -> Window:
+        return Window(self.window_left, self.window_right)
 
 
 class DecodeShare(NamedTuple):
@@ -173,29 +173,15 @@ class TileTable(KernelBase):
 
     @cute.jit
     def launch(self, call: TileTableArguments, stream):
-        operands = self.operands(call)
         num_ctas = Int32(1)
-        if operands.queries.num_sequences <= WARP:
+        if call.queries.num_sequences <= WARP:
             num_ctas = (call.capacity + SORTERS - 1) // SORTERS
-        self.kernel(operands).launch(
+        self.kernel(call).launch(
             grid=(num_ctas, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
         )
 
-    def operands(self, call) -> TileTableOperands:
-        """The operands of a launch, from arguments with the names of `TileTableArguments`."""
-        queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
-        if self.has_cache:
-            keys = CacheLengths(call.seqused_k, call.total_k)
-        else:
-            keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
-        window = Window(call.window_left, call.window_right)
-        return TileTableOperands(
-            queries, keys, call.table, call.capacity, call.shift, window, call.short_queries,
-            call.qhead_per_kvhead, call.num_ctas,
-        )  # fmt: skip
-
     @cute.kernel
-    def kernel(self, operands: TileTableOperands):
+    def kernel(self, call: TileTableArguments):
         smem = SmemAllocator()
         places = smem.allocate_tensor(Int32, cute.make_layout(AMOUNTS), byte_alignment=16)
         work_of_warps = smem.allocate_tensor(
@@ -203,71 +189,71 @@ class TileTable(KernelBase):
         )
         of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
         cute.arch.griddepcontrol_launch_dependents()
-        if operands.queries.num_sequences <= WARP:
-            self.write_few(operands)
+        if call.queries.num_sequences <= WARP:
+            self.write_few(call)
         else:
-            self.write_many(operands, places, work_of_warps, of_warps)
+            self.write_many(call, places, work_of_warps, of_warps)
 
-    def await_lengths(self, operands: TileTableOperands, batch: Int32) -> None:
+    def await_lengths(self, call: TileTableArguments, batch: Int32) -> None:
         """Wait for the previous kernel; meanwhile L2 loads what is read of a sequence."""
-        operands.queries.prefetch(batch)
-        operands.keys.prefetch(batch)
+        call.queries.prefetch(batch)
+        call.keys.prefetch(batch)
         cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def write_few(self, operands: TileTableOperands):
+    def write_few(self, call: TileTableArguments):
         """Write the table of no more sequences than a warp has lanes; any number of CTAs, which
         have a warp for each 32 records that there is room for."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         first = cute.arch.make_warp_uniform(block * (SORTERS // WARP) + thread // WARP) * WARP
-        if first < operands.capacity:
+        if first < call.capacity:
             # Lengths that overlap, which is wrong, may have more tiles than all warps have lanes.
-            lanes = (operands.capacity + WARP - 1) & -WARP
-            of_lane, place, upto = self.read_few(operands, cute.arch.lane_idx())
-            self.write_tiles(operands, Int32(0), of_lane, upto, place, first, lanes)
+            lanes = (call.capacity + WARP - 1) & -WARP
+            of_lane, place, upto = self.read_few(call, cute.arch.lane_idx())
+            self.write_tiles(call, Int32(0), of_lane, upto, place, first, lanes)
             if first == 0:
                 num_tiles = cute.arch.shuffle_sync(upto, WARP - 1)
-                self.write_header(operands, num_tiles, self.ctas_beside(operands, of_lane))
+                self.write_header(call, num_tiles, self.ctas_beside(call, of_lane))
 
     @cute.jit
-    def read_few(self, operands: TileTableOperands, lane: Int32) -> tuple:
+    def read_few(self, call: TileTableArguments, lane: Int32) -> tuple:
         """Return this lane's sequence, the place of its first record, and the sum of tiles over the
         lanes up to this one; all sequences fit in a warp."""
-        self.await_lengths(operands, lane)
-        of_lane = self.read(operands, lane)
-        num_tiles, num_sequences = of_lane.num_tiles, operands.queries.num_sequences
+        self.await_lengths(call, lane)
+        of_lane = self.read(call, lane)
+        num_tiles, num_sequences = of_lane.num_tiles, call.queries.num_sequences
         upto = sum_in_warp(num_tiles)
-        amount = self.amount(num_tiles, self.sequence(operands, of_lane), operands.shift)
+        amount = self.amount(num_tiles, self.sequence(call, of_lane), call.shift)
         return of_lane, place_among(amount, num_tiles, num_sequences), upto
 
     @cute.jit
-    def ctas_beside(self, operands: TileTableOperands, of_lane: LaneSequence) -> Int32:
+    def ctas_beside(self, call: TileTableArguments, of_lane: LaneSequence) -> Int32:
         """CTAs of the decode kernel, from the sequences of a warp's lanes."""
         decode_ctas = Int32(0)
-        if operands.short_queries > 0:
-            work = self.work(operands, of_lane)
+        if call.short_queries > 0:
+            work = self.work(call, of_lane)
             work = DecodeShare(*(cute.arch.warp_reduction_sum(part) for part in work))
-            decode_ctas = work.ctas_beside(operands.num_ctas)
+            decode_ctas = work.ctas_beside(call.num_ctas)
         return decode_ctas
 
     @cute.jit
-    def write_header(self, operands: TileTableOperands, num_tiles: Int32, decode_ctas: Int32):
+    def write_header(self, call: TileTableArguments, num_tiles: Int32, decode_ctas: Int32):
         """Write the header of a table; one warp calls this."""
         words = [Int32(0)] * TABLE_HEADER
-        words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(operands, num_tiles), decode_ctas
+        words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(call, num_tiles), decode_ctas
         is_one = cute.arch.lane_idx() == 0
-        write_record(operands.table, Int32(-TABLE_HEADER // RECORD), tuple(words), is_one)
+        write_record(call.table, Int32(-TABLE_HEADER // RECORD), tuple(words), is_one)
 
-    def used(self, operands: TileTableOperands, num_tiles: Int32) -> Int32:
+    def used(self, call: TileTableArguments, num_tiles: Int32) -> Int32:
         """Records that the table gets. Lengths may be so wrong that 32 bits cannot count the tiles:
         then their number is negative."""
-        return cutlass.max(cutlass.min(num_tiles, operands.capacity), 0)
+        return cutlass.max(cutlass.min(num_tiles, call.capacity), 0)
 
     @cute.jit
     def write_many(
         self,
-        operands: TileTableOperands,
+        call: TileTableArguments,
         places: cute.Tensor,  # room for a number of each amount of work
         # work_of_warps, of_warps: room for two numbers of each warp, and for one.
         work_of_warps: cute.Tensor,
@@ -276,9 +262,9 @@ class TileTable(KernelBase):
         """Write the table of any number of sequences; one CTA calls this."""
         thread, _, _ = cute.arch.thread_idx()
         places[thread] = 0
-        self.await_lengths(operands, thread)
+        self.await_lengths(call, thread)
         cute.arch.sync_threads()
-        work = self.sort(operands, places, is_counting=True)
+        work = self.sort(call, places, is_counting=True)
         lane, warp = thread % WARP, thread // WARP
         for i in cutlass.range_constexpr(2):
             of_warp = cute.arch.warp_reduction_sum(work[i])
@@ -289,17 +275,17 @@ class TileTable(KernelBase):
         places[thread] = upto - count
         if thread == SORTERS - 1:
             for i in cutlass.range_constexpr(TABLE_HEADER):
-                count_or_0 = self.used(operands, upto) if i == NUM_RECORDS else Int32(0)
+                count_or_0 = self.used(call, upto) if i == NUM_RECORDS else Int32(0)
                 if cutlass.const_expr(i != CTAS_BESIDE):
-                    operands.table[i] = count_or_0
+                    call.table[i] = count_or_0
         if warp == 0:
             work = DecodeShare(
                 *(cute.arch.warp_reduction_sum(work_of_warps[lane, i]) for i in range(2))
             )
             if lane == 0:
-                operands.table[CTAS_BESIDE] = work.ctas_beside(operands.num_ctas)
+                call.table[CTAS_BESIDE] = work.ctas_beside(call.num_ctas)
         cute.arch.sync_threads()
-        self.sort(operands, places, is_counting=False)
+        self.sort(call, places, is_counting=False)
 
     @cute.jit
     def sum_up(self, number: Int32, of_warps: cute.Tensor) -> Int32:
@@ -315,51 +301,49 @@ class TileTable(KernelBase):
         return upto + cute.arch.shuffle_sync(before, warp)
 
     @cute.jit
-    def sort(
-        self, operands: TileTableOperands, places: cute.Tensor, is_counting: cutlass.Constexpr
-    ):
+    def sort(self, call: TileTableArguments, places: cute.Tensor, is_counting: cutlass.Constexpr):
         """Count the tiles of each amount of work of all sequences, or write them.
         Returns the work of this lane's sequences, if it counts."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % WARP
         work = DecodeShare(Float32(0.0), Float32(0.0))
         first = thread - lane
-        while first < operands.queries.num_sequences:
-            of_lane = self.read(operands, first + lane)
+        while first < call.queries.num_sequences:
+            of_lane = self.read(call, first + lane)
             num_tiles = of_lane.num_tiles
             upto = sum_in_warp(num_tiles)
             if cutlass.const_expr(is_counting and not self.is_of_keys):
-                work = work.plus(self.work(operands, of_lane))
-            amount = self.amount(num_tiles, self.sequence(operands, of_lane), operands.shift)
+                work = work.plus(self.work(call, of_lane))
+            amount = self.amount(num_tiles, self.sequence(call, of_lane), call.shift)
             place = take_places(places, amount, num_tiles, upto)
             if cutlass.const_expr(not is_counting):
-                self.write_tiles(operands, first, of_lane, upto, place, Int32(0), Int32(WARP))
+                self.write_tiles(call, first, of_lane, upto, place, Int32(0), Int32(WARP))
             first += SORTERS
         return work
 
     @cute.jit
-    def read(self, operands: TileTableOperands, batch: Int32) -> LaneSequence:
+    def read(self, call: TileTableArguments, batch: Int32) -> LaneSequence:
         """The sequence with a number, if there is one."""
         begin_q, seqlen_q, begin_k, seqlen_k, owned_k = (Int32(0) for _ in range(5))
-        if batch < operands.queries.num_sequences:
-            begin_q, seqlen_q = operands.queries.read(batch)
-            begin_k, seqlen_k = operands.keys.read(batch)
+        if batch < call.queries.num_sequences:
+            begin_q, seqlen_q = call.queries.read(batch)
+            begin_k, seqlen_k = call.keys.read(batch)
             if cutlass.const_expr(self.is_of_keys):
-                owned_k = operands.keys.owned(batch)
+                owned_k = call.keys.owned(batch)
         num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
-        num_tiles = num_tiles if seqlen_q > operands.short_queries else Int32(0)
+        num_tiles = num_tiles if seqlen_q > call.short_queries else Int32(0)
         if cutlass.const_expr(self.is_of_keys):
             num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
         return LaneSequence(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
 
-    def sequence(self, operands: TileTableOperands, of_lane: LaneSequence) -> Sequence:
+    def sequence(self, call: TileTableArguments, of_lane: LaneSequence) -> Sequence:
         """A lane's sequence, for the mask."""
-        return Sequence(of_lane.seqlen_q, of_lane.seqlen_k, operands.window)
+        return Sequence(of_lane.seqlen_q, of_lane.seqlen_k, call.window)
 
     @cute.jit
     def write_tiles(
         self,
-        operands: TileTableOperands,
+        call: TileTableArguments,
         first: Int32,  # the sequence of lane 0
         of_lane: LaneSequence,
         upto: Int32,  # the sum of tiles over the lanes up to this one
@@ -383,15 +367,15 @@ class TileTable(KernelBase):
             record = TileRecord(left, first + owner, *ends, num_tiles)
             if cutlass.const_expr(self.is_of_keys):
                 record = KeyTileRecord(*record, owned_k)
-            has_room = at >= 0 and at < operands.capacity
-            write_record(operands.table, at, record, number < total and has_room)
+            has_room = at >= 0 and at < call.capacity
+            write_record(call.table, at, record, number < total and has_room)
             begin += step
 
     @cute.jit
-    def work(self, operands: TileTableOperands, of_lane: LaneSequence) -> DecodeShare:
+    def work(self, call: TileTableArguments, of_lane: LaneSequence) -> DecodeShare:
         """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
-        num_tiles, ratio = of_lane.num_tiles, operands.qhead_per_kvhead
-        sequence = self.sequence(operands, of_lane)
+        num_tiles, ratio = of_lane.num_tiles, call.qhead_per_kvhead
+        sequence = self.sequence(call, of_lane)
         last = cutlass.max(num_tiles - 1, 0) * self.tile_m
         ends = [
             self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
