@@ -105,7 +105,7 @@ def describe_forward(
     together = counted(heads, "head") + " together"
     if groups > 1:
         together = f"{heads:,} heads in {groups} head groups, one after another"
-    arranged = "in the caller's order"
+    arranged = "in the caller's order" if plan.is_arranged else "last query rows first"
     softmax = "Online: subtracts the running row max."
     if config.fixed_reference:
         softmax = (
@@ -123,8 +123,7 @@ def describe_forward(
         "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
         f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
         f"{counted(tiles, 'tile')}: {prediction.waves:,.2f} waves.",
-        "Order": f"Schedule {schedule.name}: {together}, "
-        f"{arranged if plan.is_arranged else schedule.direction}.",
+        "Order": f"Schedule {schedule.name}: {together}, {arranged}.",
         # Counted once for every CTA of a cluster.
         "Work": f"{counted(timeline.blocks * cluster, 'key block')}, "
         f"{timeline.full_blocks * cluster:,} of them unmasked.",

@@ -83,6 +83,14 @@ def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
     return count
 
 
+def check_tiles(order: TileOrder, indices: np.ndarray) -> None:
+    """Raise ValueError unless these are the numbers of all tiles, each once."""
+    count = count_segments(order, indices)
+    if count.max(initial=0) > 1:
+        tile = order.tile(int(count.argmax()))
+        raise ValueError(f"schedule has {tile} {count.max()} times")
+
+
 def check_key_blocks(
     order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
 ) -> None:

@@ -55,11 +55,9 @@ class Dynamic(Schedule):
     takes_pairs: ClassVar[bool] = False
     reads_state: ClassVar[bool] = True
     num_counters: ClassVar[int] = 2
+    # Memory order of a CTA's last addition; all that it asked for before has been waited for.
     order_of_finish: ClassVar[str] = "relaxed"
-    """Memory order of a CTA's last addition; all that it asked for before has been waited for."""
-
     told: ClassVar[int] = 1  # numbers that the producer tells of a tile: 1, 2 or a multiple of 4
-
     shared_words: ClassVar[int] = 3 * SLOTS
     table: ClassVar[None] = None
 

@@ -13,8 +13,7 @@ from fa3.schedules.order import Schedule, TileOrder
 
 @dataclass(frozen=True)
 class SingleTile(Schedule):
-    """Launch as many clusters as there are tiles; each works on one tile and exits.
-    The GPU's block scheduler starts the clusters in order."""
+    """As many clusters as tiles; the GPU's block scheduler starts them in order."""
 
     order: TileOrder
 
@@ -41,12 +40,9 @@ class SingleTile(Schedule):
 
 @dataclass(frozen=True)
 class StaticPersistent(Schedule):
-    """Deal the ordered tiles to `num_clusters` clusters in rounds, odd rounds in reverse.
-
-    Cluster c takes tile r * num_clusters + c in an even round r; in an odd round the clusters take
-    the round's tiles in reverse order. The order is longest-first: in one direction only, cluster
-    0 would get the longest tile of every round.
-    """
+    """Deal the tiles to the clusters in rounds, odd rounds in reverse.
+    The order is longest-first: in one direction only, cluster 0 would get the longest tile of every
+    round."""
 
     order: TileOrder
     num_clusters: int

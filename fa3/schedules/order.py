@@ -149,34 +149,17 @@ class Schedule:
 
     name: ClassVar[str]  # its name in calls and on the command line
 
-    is_persistent: ClassVar[bool] = True
-    """Whether a cluster may work on several tiles, one after another."""
-
+    is_persistent: ClassVar[bool] = True  # whether a cluster may work on several tiles
     takes_pairs: ClassVar[bool] = True  # whether a cluster may be two CTAs
-
-    is_searched: ClassVar[bool] = True
-    """Whether the planner may choose it; otherwise a caller has to ask for it."""
-
-    direction: ClassVar[str] = "last query rows first"
-    """In which order its clusters come to the tiles, in words."""
-
-    reads_state: ClassVar[bool] = False
-    """Whether the device half reads an int32 tensor: the table or the counters."""
-
+    is_searched: ClassVar[bool] = True  # whether the planner may choose it, unasked
+    reads_state: ClassVar[bool] = False  # whether the device half reads a table or counters, int32
     splits: ClassVar[bool] = False  # whether segments may be parts of tiles
-
-    is_ragged: ClassVar[bool] = False
-    """Whether its tiles are of packed sequences, from a table in device memory."""
-
-    num_counters: ClassVar[int] = 0
-    """How many int32 counters it has instead of a table; 0 before and after a launch."""
-
+    is_ragged: ClassVar[bool] = False  # whether tiles are of packed sequences, from a GPU's table
+    num_counters: ClassVar[int] = 0  # counters instead of a table; 0 before and after a launch
+    # 64-bit words of shared memory in which the producer tells the consumers the next tile.
     shared_words: ClassVar[int] = 0
-    """64-bit words of shared memory in which the producer tells the consumers the next tile."""
-
+    # The cluster of every segment, in order; None if each goes to the first free cluster.
     owners: Any = None
-    """The cluster of every segment, in order; None if each goes to the first free cluster."""
-
     parts: Any = None  # the segments (`Parts`); None if these are the whole tiles in order
 
     # ------------------------------------------------------------------------------------- host

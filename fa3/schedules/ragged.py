@@ -197,17 +197,13 @@ class RaggedTiles(Dynamic):
 
     name: ClassVar[str] = "ragged"
     is_ragged: ClassVar[bool] = True
-    told: ClassVar[int] = 8
-    """The number, the head, and the record's first six words."""
-
+    told: ClassVar[int] = 8  # the number, the head, and the record's first six words
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
-
+    # Nothing has waited for what the CTA asked for last: it must be counted before.
     order_of_finish: ClassVar[str] = "acq_rel"
-    """Nothing has waited for what the CTA asked for last: it must be counted before."""
-
+    # Whether it asks for the next tile when it begins with one. Then a CTA may keep a tile for as
+    # long as it works on another, while later ones are done.
     asks_early: ClassVar[bool] = True
-    """Whether it asks for the next tile when it begins with one. Then a CTA may keep a tile for as
-    long as it works on another, while later ones are done."""
 
     def first(self, cluster) -> RaggedCursor:
         zero = cluster * 0

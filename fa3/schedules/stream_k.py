@@ -14,10 +14,9 @@ combine kernel, which merges them: (m_block, head, batch, first slot, parts). In
 parts no kernel reads the records: the CTA whose part of a tile comes last merges the parts.
 
 The cut says where a tile may be cut: `StreamK` anywhere, `FixedSplit` between units, `NoSplit`
-nowhere. `CtaGroups` cuts another line. Rows of neighbouring heads are next to each other in memory,
-so CTAs walk in groups, called `crew` in the code (`CtaGroup`), of one CTA for each of some heads. A
-group of CTAs has one piece of a line of groups of heads, and each of its CTAs has one head of every
-group of heads. There the last CTA always merges.
+nowhere. In `CtaGroups` CTAs walk in crews (`CtaGroup`), one CTA for each of some neighbouring
+heads, whose rows are next to each other in memory. A crew has one piece of a line of such groups of
+heads, and each of its CTAs has one head of every group. There the last CTA always merges.
 
 All but `locate` is plain arithmetic on the fields: the same code runs on Python ints (reference,
 tests) and inside a kernel, on Int32; only positions in a long line are Int64.
@@ -106,9 +105,8 @@ class CtaGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class AtChunks:
-    """Cut tiles wherever a piece ends. At most one tile begins in a piece and ends in a later one,
-    so a CTA has two slots at most.
-    """
+    """Cut tiles wherever a piece ends. At most one tile begins in a piece and ends in a later one:
+    its first part has slot 2 * cta, its further parts the slots after that."""
 
     num_ctas: int
 
@@ -141,11 +139,8 @@ class AtChunks:
 @dataclass(frozen=True)
 class StreamK(AtChunks):
     """Cut tiles wherever a piece ends: pieces are equal, and tiles have as few parts as possible.
-
-    At most one tile begins in a CTA's piece and ends in a later one. Its first part has slot
-    2 * cta, and its further parts have the slots after that. There is a record per tile, or per
-    CTA if CTAs are fewer; then a CTA in whose piece no tile begins must clear its record.
-    """
+    There is a record per tile, or per CTA if CTAs are fewer; then a CTA in whose piece no tile
+    begins must clear its record."""
 
     num_tiles: int
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fa3.schedules.coverage import count_segments, entries_of
+from fa3.schedules.coverage import check_tiles, entries_of
 from fa3.schedules.order import END, TableCursor, TableSchedule, TileOrder
 from fa3.schedules.segment import Segment, Tile
 
@@ -69,22 +69,18 @@ class TileList(TableSchedule):
             TypeError: an element of `tiles` is not a tile.
             ValueError: a tile is not one of the problem's, comes twice, or is left out.
         """
-        place: dict[int, int] = {}
-        for position, given in enumerate(tiles):
-            tile = as_tile(given, position)
+        places = []
+        for position, element in enumerate(tiles):
+            tile = as_tile(element, position)
             if not order.contains(tile):
                 raise ValueError(
                     f"schedule gives {tile} at {position}, which is no tile of the problem: "
                     f"tiles have m_block < {order.num_m_blocks}, head < {order.num_heads}, "
                     f"batch < {order.batch}"
                 )
-            first = place.setdefault(order.index(tile), position)
-            if first != position:
-                raise ValueError(f"schedule gives {tile} twice, at {first} and {position}")
-        if len(place) < order.num_tiles:
-            missing = next(index for index in range(order.num_tiles) if index not in place)
-            raise ValueError(f"schedule leaves out {order.tile(missing)}")
-        indices = np.fromiter(place, np.int64, order.num_tiles)
+            places.append(order.index(tile))
+        indices = np.array(places, np.int64)
+        check_tiles(order, indices)
         owners, _ = assign_greedily(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
         table = columns_of_owners(indices, owners, num_clusters)
         return cls(order, num_clusters, table)
@@ -97,11 +93,7 @@ class TileList(TableSchedule):
         return owners
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-        entries = entries_of(self)
-        count = count_segments(self.order, entries[:, 0])
-        if count.max(initial=0) > 1:
-            tile = self.order.tile(int(count.argmax()))
-            raise ValueError(f"schedule has {tile} {count.max()} times")
+        check_tiles(self.order, entries_of(self)[:, 0])
 
     def segment(self, cursor: TableCursor) -> Segment:
         return Segment(self.order.tile(cursor.entry[0]))
