@@ -33,8 +33,8 @@ from benchmarks.plans import can_run, cell_of, config_of, recorded_config
 from benchmarks.problems import problem_of
 from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.planning.costs import AGAIN, H200_COSTS, Costs
+from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.load import segments_of
 from fa3.planning.planner import plan_forward
 from fa3.planning.tile_costs import Rule, TileKey
@@ -94,7 +94,7 @@ def read_observations(directories: Iterable[Path], gpu: Gpu) -> list[Observation
     rows: list[Measurement] = []
     for directory in directories:
         ours = (row for row in results.read(directory / results.CSV_NAME, Row))
-        rows += [row for row in ours if row.provider == "fa3" and row.choice != GroupedPlan.name]
+        rows += [row for row in ours if row.provider == "fa3" and row.choice != DecodePlan.name]
         rows += filter(can_run, results.read(directory / SCHEDULES_CSV, PlanRow))
     return [observe(row, gpu) for row in rows if row.status == OK and row.data == "normal"]
 

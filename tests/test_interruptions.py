@@ -23,8 +23,8 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
+from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H200
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import (
     FORWARD,
@@ -126,7 +126,7 @@ def packed(name: str) -> PackedCall:
 
 with pytest.MonkeyPatch.context() as stubs:
     stubs.setattr(launcher, "load_kernel", stub_of)
-    DECODES = PreparedDecode.of(GroupedPlan.of(PROBLEM, H200).decode, on_gpu=True)
+    DECODES = PreparedDecode.of(DecodePlan.of_dense(PROBLEM, H200), on_gpu=True)
     CONFIG = replace(choose_config(PROBLEM, H200), fixed_reference=True)
     DENSE = prepare_plan(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), Q.device)
     ALONE, SPLITS, SHARES = map(packed, (FORWARD, SPLIT, SHARED))

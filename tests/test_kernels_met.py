@@ -22,9 +22,8 @@ from fa3.calls.packed_calls import PackedCall
 from fa3.calls.varlen import prepare_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.planning import routes, tilings
-from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H100, H200
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.planning.routes import (
     BOTH,
@@ -78,7 +77,7 @@ def loaded(monkeypatch) -> dict:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     for module in (launcher, kvcache):
         monkeypatch.setattr(module, "load_kernel", load)
-    for module in (packed_calls, kvcache, varlen):
+    for module in (decode, packed_calls, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     return found
 
@@ -194,7 +193,7 @@ def met(monkeypatch):
         found.update((launch.kernel, None) for launch in plan.launches())
 
     def of_cache(plan, *rest):
-        found.update((launch.kernel, None) for launch in plan.launches)
+        found.update((launch.kernel, None) for launch in plan.launches())
 
     def of_packed(call, operands, sizes, *rest, **options):
         route = call.signature.route(sizes)
@@ -339,7 +338,7 @@ SPEC = fa3.AttentionSpec("bfloat16", 128, 128, Band.of(CAUSAL))
 def dense(batch: int, queries: int, keys: int) -> str:
     """Return what serves a dense call with heads 32/8."""
     plan = plan_dense(Problem(SPEC, batch, queries, keys, 8, 4, CAUSAL), H200)
-    if isinstance(plan, GroupedPlan):
+    if isinstance(plan, DecodePlan):
         return "decode"
     return {"list": "forward, list of tiles", "split": "forward, split tiles"}[plan.schedule.name]
 
@@ -444,12 +443,10 @@ def test_examples_are_served_as_the_page_says(label, kernel):
     ],
 )
 def test_parts_are_merged_where_the_page_says(queries, heads_kv, ratio, keys, options):
-    sizes = Sizes(4, queries, heads_kv, ratio, keys)
-    cut = choose_cut(sizes, sizes.bounds(CAUSAL), H200.num_sms, **options)
-    is_packed = options.get("is_packed", False)
-    plan = DecodePlan(SPEC, CacheLayout(), sizes, sizes.bounds(CAUSAL), cut, 132, is_packed)
+    problem = Problem(SPEC, 4, queries, keys, heads_kv, ratio, CAUSAL)
+    plan = DecodePlan.of(problem, H200, CacheLayout(), **options)
     rows, parts = min(64, queries * ratio), min(132 // heads_kv, -(-keys // 64))
-    assert plan.merges_inside == (rows * parts <= 512) == (len(plan.launches) == 1)
+    assert plan.merges_inside == (rows * parts <= 512) == (len(plan.launches()) == 1)
 
 
 def test_the_page_has_the_numbers_of_the_code():

@@ -29,6 +29,7 @@ from fa3.planning.decode import (
     choose_cut,
     most_of_whole_tiles,
 )
+from fa3.planning.gpu import H200
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.workspace import WorkspaceSize
@@ -220,6 +221,7 @@ def prepared(monkeypatch):
     kernels = []
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=150 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(decode, "gpu_of", lambda device: H200)
     monkeypatch.setattr(launcher, "load_kernel", kernels.append)
 
     def prepare(batch=1, heads_kv=1, pages=1 << 21, page_size=1024, head_dim=128, **options):

@@ -13,10 +13,9 @@ from score_problems import Recipe
 
 import fa3
 from fa3.calls import forward
-from fa3.planning.decode import MOST_ROWS
+from fa3.planning.decode import MOST_ROWS, DecodePlan
 from fa3.planning.explanation import duration
 from fa3.planning.gpu import H100, H200
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.problem import Problem, Window
@@ -116,7 +115,7 @@ def test_nothing_to_compute(sizes):
 def test_few_queries_on_many_keys_are_packed(gpu, window):
     for seqlen_q, seqlen_k, batch in product((1, 4, 16), (2048, 8192, 65536), (1, 16)):
         problem = make_problem(batch, seqlen_q, seqlen_k, 8, 4, 128, window)
-        assert isinstance(plan_dense(problem, gpu), GroupedPlan)
+        assert isinstance(plan_dense(problem, gpu), DecodePlan)
         assert isinstance(plan_dense(problem, gpu, False), Plan)
 
 
@@ -125,12 +124,12 @@ def test_many_queries_are_not(gpu):
     for seqlen_q, seqlen_k, batch in product((128, 512, 4096), (512, 8192), (1, 16)):
         problem = make_problem(batch, seqlen_q, seqlen_k, 8, 4, 128, CAUSAL)
         assert plan_dense(problem, gpu) == plan_forward(problem, gpu)
-        assert isinstance(plan_dense(problem, gpu, True), GroupedPlan)
+        assert isinstance(plan_dense(problem, gpu, True), DecodePlan)
 
 
 def test_calls_choose():
     many = make_problem(1, 300, 300, 1, 4, 64)
-    assert how(FEW).grouped.plan == GroupedPlan.of(FEW, H200).decode
+    assert how(FEW).grouped.plan == DecodePlan.of_dense(FEW, H200)
     assert how(FEW).plan is None
     for call in (how(many), how(FEW, pack_gqa=False), how(FEW, schedule="list")):
         assert call.grouped is None and call.plan is not None
@@ -142,29 +141,30 @@ def test_calls_choose():
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tiles_are_cut_and_keys_bounded_as_on_a_cache(window):
-    plan = GroupedPlan.of(make_problem(2, 7, 900, 2, 4, 64, window), H200)
-    decode = plan.decode
-    assert isinstance(decode.cut, CtaGroups) and decode.cache.is_full
-    assert decode.window.left == window.left and decode.window.right >= 0
+    plan = DecodePlan.of_dense(make_problem(2, 7, 900, 2, 4, 64, window), H200)
+    assert isinstance(plan.cut, CtaGroups) and plan.cache.is_full
+    assert plan.window.left == window.left and plan.window.right >= 0
     (attends,) = plan.launches()
     assert attends.kernel.cache.is_full
 
 
 def test_many_rows_of_parts_are_another_kernels():
-    plan = GroupedPlan.of(make_problem(2, 70, 900, 2, 4, 64), H200)
-    assert isinstance(plan.decode.cut, StreamK)
+    plan = DecodePlan.of_dense(make_problem(2, 70, 900, 2, 4, 64), H200)
+    assert isinstance(plan.cut, StreamK)
     _, merges = plan.launches()
     assert merges.kernel.qhead_per_kvhead == 4
 
 
 def test_predictions():
-    one, several = (GroupedPlan.of(make_problem(4, n, 8192, 8, 4, 128), H200) for n in (16, 17))
+    one, several = (
+        DecodePlan.of_dense(make_problem(4, n, 8192, 8, 4, 128), H200) for n in (16, 17)
+    )
     assert one.is_measured and not several.is_measured
     assert one.predict().bound == "device memory" and several.predict().compute_us > 0
     assert several.predict().us > one.predict().us
-    seen = GroupedPlan.of(make_problem(4, 1, 8192, 8, 4, 128, Window(1000, 0)), H200)
+    seen = DecodePlan.of_dense(make_problem(4, 1, 8192, 8, 4, 128, Window(1000, 0)), H200)
     assert seen.predict().memory_us < one.predict().memory_us / 7
-    assert not GroupedPlan.of(make_problem(1, 1, 512, 1, 1, 256), H200).is_measured
+    assert not DecodePlan.of_dense(make_problem(1, 1, 512, 1, 1, 256), H200).is_measured
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_predictions():
 )
 def test_plans_tell_what_packing_would_take(problem, share):
     (line,) = (x for x in str(plan_forward(problem).explain()).splitlines() if "Packing" in x)
-    us = f"{GroupedPlan.of(problem, H200).predict().us:,.1f} us"[:3]
+    us = f"{DecodePlan.of_dense(problem, H200).predict().us:,.1f} us"[:3]
     assert us in line and line.endswith(f"Calls run so {share}.")
 
 
@@ -202,10 +202,10 @@ def test_what_is_packed_has_no_gradient():
 def test_problems_that_cannot_be_packed():
     longest = make_problem(1, 1, LONGEST + 1, 1, 2)
     with pytest.raises(ValueError, match=rf"^pack_gqa must be .* more than {LONGEST} keys"):
-        GroupedPlan.of(longest, H200)
+        DecodePlan.of_dense(longest, H200)
     with pytest.raises(ValueError, match=r"^q must give a key/value head at most"):
-        GroupedPlan.of(make_problem(1, MOST_ROWS // 4 + 1, 8, 1, 4), H200)
-    assert GroupedPlan.if_possible(longest, H200) is None
+        DecodePlan.of_dense(make_problem(1, MOST_ROWS // 4 + 1, 8, 1, 4), H200)
+    assert DecodePlan.if_possible(longest, H200) is None
     assert "Packing" not in str(plan_forward(make_problem(1, 1, LONGEST + 1, 1, 2)).explain())
 
 
@@ -246,7 +246,7 @@ def test_pieces_are_found_without_lengths(batch, device):
 )
 def test_calls_on_a_gpu_choose(problem, is_packed, device):
     operands = make_operands(problem, device=device)
-    assert isinstance(plan_dense(problem), GroupedPlan) == is_packed
+    assert isinstance(plan_dense(problem), DecodePlan) == is_packed
     chosen, packed, other = (
         fa3.flash_attn_func(*operands, causal=True, pack_gqa=pack) for pack in (None, True, False)
     )

@@ -15,11 +15,12 @@ from varlen_problems import VarlenProblem, check_call, note_attending, on_cache,
 import fa3
 from fa3.calls import decode, kvcache, operands, overlap, packed_calls
 from fa3.calls import values as values_of_calls
-from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.planning.decode import DecodePlan
+from fa3.planning.gpu import H200
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.problem import AttentionSpec, Window
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules.sequences import PackedQueries
 from fa3.schedules.stream_k import StreamK
 from fa3.scores.masks import Band
@@ -108,10 +109,8 @@ def test_wrong_ends_touch_nothing_outside(ends, options, device):
 
 
 def plan_of(is_packed: bool, **options) -> DecodePlan:
-    sizes, window = Sizes(3, 40, 2, 4, 1000), Window()
-    spec = AttentionSpec("bfloat16", 64, 64, Band.of(window))
-    cut = choose_cut(sizes, window, 132, is_packed=is_packed, **options)
-    return DecodePlan(spec, CacheLayout(16), sizes, window, cut, 132, is_packed)
+    problem = Problem(AttentionSpec("bfloat16", 64, 64, Band()), 3, 40, 1000, 2, 4)
+    return DecodePlan.of(problem, H200, CacheLayout(16), is_packed=is_packed, **options)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -120,19 +119,19 @@ def test_one_kernel_merges_few_parts_behind_an_append_and_of_packed_queries(is_p
     window, spec = Window(right=0), AttentionSpec("bfloat16", 128, 128, Band.of(Window(right=0)))
     plans = []
     for queries in (1, 64):
-        sizes = Sizes(4, queries, 8, 4, 100_000)
-        bounds = sizes.bounds(window)
-        cut = choose_cut(sizes, bounds, 132, is_packed=is_packed, appends=True)
-        plans.append(DecodePlan(spec, CacheLayout(64), sizes, bounds, cut, 132, is_packed))
+        problem = Problem(spec, 4, queries, 100_000, 8, 4, window)
+        options = {"is_packed": is_packed, "appends": True}
+        plans.append(DecodePlan.of(problem, H200, CacheLayout(64), **options))
     few, many = plans
     assert isinstance(few.cut, StreamK) and few.kernel() == many.kernel()
-    assert few.merges_inside and len(few.launches) == 1 and few.combine() == many.combine()
-    assert not many.merges_inside and len(many.launches) == 2
+    assert few.merges_inside and len(few.launches()) == 1 and few.combine() == many.combine()
+    assert not many.merges_inside and len(many.launches()) == 2
     # Beside the forward kernel the merge comes when both have ended.
-    assert len(replace(few, overlaps_forward=True).launches) == 2
-    one_head = replace(few, sizes=few.sizes._replace(heads_kv=1, qhead_per_kvhead=4))
+    assert len(replace(few, overlaps_forward=True).launches()) == 2
+    one_head = replace(few, problem=replace(few.problem, num_heads_kv=1))
     assert not one_head.merges_inside
-    assert replace(one_head, sizes=one_head.sizes._replace(capacity=1000)).merges_inside
+    short = replace(one_head.problem, seqlen_k=1000)
+    assert replace(one_head, problem=short).merges_inside
 
 
 def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatch):

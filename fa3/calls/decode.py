@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fa3.calls.call import AttentionCall
+from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.launcher import Prepared, lse_address
 from fa3.calls.options import Options
-from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut, ctas_of_call
+from fa3.planning.decode import DecodePlan, Sizes, check_workspace
 from fa3.planning.gpu import H200
 from fa3.primitives.cache_blocks import CacheTables
+from fa3.problem import Problem
 from fa3.reference.cache import execute_decode
 from fa3.reference.varlen import RaggedOperands
 
@@ -54,7 +56,7 @@ class PreparedDecode(NamedTuple):
     @classmethod
     def of(cls, plan: DecodePlan, on_gpu: bool) -> "PreparedDecode":
         """Load the kernels of a plan, if it runs on a GPU."""
-        return cls(plan, Prepared.of(plan.launches, plan.memory) if on_gpu else None)
+        return cls(plan, Prepared.of(plan.launches(), plan.memory) if on_gpu else None)
 
     def attend(
         self,
@@ -88,23 +90,19 @@ def plan_decode(
         call: valid, and with room for keys and queries.
         overlaps_forward: see `DecodePlan`.
     """
-    device = call.q.device
-    group = call.heads_q // call.heads_kv
-    sizes = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
-    window = sizes.bounds(options.window)
+    on_gpu = call.q.device.type == "cuda"
+    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
+    sizes = call.batch, call.seqlen_q, call.heads_kv, call.heads_q // call.heads_kv, call.capacity
+    window = Sizes(*sizes).bounds(options.window)
+    batch, seqlen_q, *heads, capacity = sizes
     spec = call.spec(options, window, window.right == 0)
-    on_gpu = device.type == "cuda"
-    properties = torch.cuda.get_device_properties(device) if on_gpu else None
-    num_sms = (properties.multi_processor_count if on_gpu else H200.num_sms) - options.sm_margin
-    num_ctas = ctas_of_call(spec, call.cache_layout, sizes, window, num_sms)
-    cut = choose_cut(
-        sizes, window, num_ctas, options.num_splits, options.batch_invariant, call.is_packed,
-        call.k_new is not None,
+    plan = DecodePlan.of(
+        Problem(spec, batch, seqlen_q, capacity, *heads, window), gpu, call.cache_layout,
+        options.num_splits, options.batch_invariant, call.k_new is not None,
+        is_packed=call.is_packed, has_used_q=call.seqused_q is not None,
+        overlaps_forward=overlaps_forward, has_fp8_q=call.has_fp8_q,
     )  # fmt: skip
-    plan = DecodePlan(
-        spec, call.cache_layout, sizes, window, cut, num_ctas, call.is_packed,
-        call.seqused_q is not None, overlaps_forward, call.has_fp8_q,
-    )  # fmt: skip
-    if on_gpu and cut.has_parts:
-        check_workspace(plan.workspace, call.head_dim_v, call.capacity, properties.total_memory)
+    if on_gpu and plan.cut.has_parts:
+        memory = torch.cuda.get_device_properties(call.q.device).total_memory
+        check_workspace(plan.workspace, call.head_dim_v, call.capacity, memory)
     return plan

@@ -54,8 +54,8 @@ from fa3.calls.options import (
 from fa3.calls.scales import Scales
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
+from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H200
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, choose_dense
@@ -372,8 +372,8 @@ def prepare_forward(
         plan = (plan_call if on_gpu else plan_dense)(problem, gpu, pack_gqa)
     else:
         plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
-    if isinstance(plan, GroupedPlan):
-        grouped = PreparedDecode.of(plan.decode, on_gpu)
+    if isinstance(plan, DecodePlan):
+        grouped = PreparedDecode.of(plan, on_gpu)
         return PreparedCall(None, *shapes, problem, grouped=grouped)
     prepared = prepare_plan(plan, q.device) if on_gpu else None
     scales = Scales.on(q.device, (call.batch, call.heads_kv), True) if call.is_fp8 else None

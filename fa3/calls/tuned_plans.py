@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import Gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.problem import Problem
@@ -42,7 +42,7 @@ READ: dict[str, dict[str, TunedPlan]] = {}
 READING = threading.Lock()
 
 
-def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan | GroupedPlan:
+def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan | DecodePlan:
     """Return the tuned plan of a dense call, or else the planner's choice.
 
     Args:
@@ -52,7 +52,7 @@ def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan 
     if tuned is None or (pack_gqa is False and tuned.config is None):
         return plan_dense(problem, gpu, pack_gqa)
     if tuned.config is None:
-        return GroupedPlan.of(problem, gpu)
+        return DecodePlan.of_dense(problem, gpu)
     return plan_forward(problem, gpu, tuned.config, tuned.schedule)
 
 
@@ -74,7 +74,7 @@ def tuned_plans(gpu_name: str) -> dict[str, TunedPlan]:
         return READ[gpu_name]
 
 
-def keep_plan(plan: Plan | GroupedPlan) -> None:
+def keep_plan(plan: Plan | DecodePlan) -> None:
     """Write a plan as its problem's fastest, for processes that start later.
 
     Raises:

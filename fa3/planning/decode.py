@@ -1,20 +1,37 @@
 """`DecodePlan`: how attention to a key/value cache will run. Runs on the host; needs no GPU.
 
-`fa3.calls.decode` makes plans with `choose_cut` and launches them; `fa3.reference.cache` walks
-them on the CPU. `kernels.decode` reads the cache, cut so that all SMs read equally many keys, and
-merges the parts if they are few; else `kernels.combine` does. The kernels read the sequences'
-lengths on the device and derive the cut, so a plan serves all lengths that the cache has room for.
+`fa3.calls.decode` launches its kernels; `fa3.reference.cache` walks them on the CPU. The decode
+kernel reads the cache, cut so that all SMs read equally many keys, and merges the parts if they are
+few; else `kernels.combine` does. The kernels read the sequences' lengths on the device and derive
+the cut, so a plan serves all lengths that the cache has room for.
+
+A dense call with few queries is one on a cache that is full. The forward kernel has tiles of one
+query head. With few queries most of their rows are empty, and the query heads of a key/value head
+read the same keys one by one. In the decode kernel these heads share a tile, which reads keys once.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
+from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
+from fa3.planning.explanation import (
+    Candidate,
+    PlanDescription,
+    choice_of,
+    counted,
+    duration,
+    facts_of_candidates,
+    facts_of_prediction,
+)
+from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, Memory
+from fa3.planning.prediction import Prediction
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
@@ -22,7 +39,8 @@ from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import UNIT, WorkspaceSize
-from fa3.problem import NO_BOUND, AttentionSpec, Window
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import (
     BY_CTA,
     MOST_ROOM,
@@ -76,6 +94,21 @@ MERGE_BYTES = 100_000
 MOST_MERGED = 512  # rows of parts of a tile, at most, that a CTA merges by itself
 MOST_ROWS = 1 << 30  # most query rows of a key/value head of a sequence
 MOST_TILES = 1 << 27  # most tiles of a call: 32 bits must index all numbers of their records
+
+
+FIXED_US = 6.5  # what a call takes besides reading: launches, the first blocks' latency, the merge
+
+READS = 0.9
+"""Bandwidth that the kernel reaches over `Costs.bytes_per_us`. With both, 16 of the 17 times of
+`benchmarks/results/h200-2026-11-21-decode` are met within 3%; for 8.3 us it says 7.4."""
+
+MEASURED_HEAD_DIM = 128  # the largest heads that these times are of
+
+BLOCK_US, BLOCK_COLUMNS = 1.09, 256
+"""An SM's time for a key block of so many columns of K and V, where tiles share keys:
+chunks-7x512+64x1 of `benchmarks/results/h200-2026-11-22-gradients`, 305,000 blocks in 2.5 ms."""
+
+FULL = CacheLayout(has_seqlens=False)  # K and V of a dense call
 
 
 class Sizes(NamedTuple):
@@ -139,21 +172,102 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How calls of one shape run, for any lengths."""
+    """How calls of one shape run, for any lengths.
 
-    # spec, cache: what the kernels are compiled for, besides their tiling.
-    spec: AttentionSpec
+    The time of a dense call, with keys in a cache that is full, is predicted:
+
+        T = max(memory, work) + fixed
+
+        memory  bytes over the bandwidth that the kernel reaches
+        work    key blocks over the SMs, if a head of K and V has several tiles
+    """
+
+    # What is asked. A cache has room for `seqlen_k` keys, and `seqlen_q` is the most queries of a
+    # sequence; packed keys have any number.
+    problem: Problem
+    gpu: Gpu  # what of it may be used
     cache: CacheLayout
-    sizes: Sizes
-    window: Window  # as `Sizes.bounds` gives it
     cut: Cut  # where tiles may be cut; with `CtaGroups` no other kernel ever merges
     num_ctas: int  # CTAs of the decode kernel, one for each SM that it may use
-    # Whether sequences have different numbers of queries; sizes have the most.
+    # Whether sequences have different numbers of queries; the problem has the most.
     is_packed: bool = False
     has_used_q: bool = False  # whether not all of packed queries count
     # Whether the forward kernel has the call's other sequences, at the same time.
     overlaps_forward: bool = False
     has_fp8_q: bool = False  # whether the queries are FP8, as the cache is
+    # Plans of the forward kernel that the planner compared with it.
+    considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)
+
+    name: ClassVar[str] = "packed"
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        gpu: Gpu,
+        cache: CacheLayout = FULL,
+        # num_splits, batch_invariant, appends: see `choose_cut`.
+        num_splits: int = 0,
+        batch_invariant: bool = False,
+        appends: bool = False,
+        **kinds: Any,  # the fields from `is_packed` on
+    ) -> "DecodePlan":
+        """Return the plan of calls with keys in a cache, as a rule a dense call's own K and V."""
+        plan = cls(problem, gpu, cache, NoSplit(), gpu.num_sms, **kinds)
+        num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, plan.window, gpu.num_sms)
+        options = num_splits, batch_invariant, plan.is_packed, appends
+        cut = choose_cut(plan.sizes, plan.window, num_ctas, *options)
+        return replace(plan, cut=cut, num_ctas=num_ctas)
+
+    @classmethod
+    def of_dense(cls, problem: Problem, gpu: Gpu) -> "DecodePlan":
+        """Return the plan of a dense call.
+        Raises NotImplementedError for a score or a mask of the user's or dropout, and ValueError
+        for more queries or keys than the kernel counts."""
+        spec = problem.spec
+        refused = {
+            "a score or a mask of your own": spec.has_user_functions,
+            "q in FP8": spec.is_fp8,
+            "dropout_p": spec.has_dropout,
+        }
+        for what, is_asked in refused.items():
+            if is_asked:
+                raise NotImplementedError(f"pack_gqa must be None or False with {what}")
+        if problem.seqlen_k > LONGEST:
+            raise ValueError(
+                f"pack_gqa must be None or False with more than {LONGEST} keys, got "
+                f"{problem.seqlen_k}"
+            )
+        plan = cls.of(problem, gpu)
+        plan.sizes.check("q")
+        return plan
+
+    @classmethod
+    def if_possible(cls, problem: Problem, gpu: Gpu) -> "DecodePlan | None":
+        """The plan of a dense call; None if the kernel cannot run it."""
+        try:
+            return cls.of_dense(problem, gpu)
+        except (NotImplementedError, ValueError):
+            return None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of a call."""
+        problem = self.problem
+        heads = problem.num_heads_kv, problem.qhead_per_kvhead
+        return Sizes(problem.batch, problem.seqlen_q, *heads, problem.seqlen_k)
+
+    @property
+    def window(self) -> Window:
+        """The bounds of the window as kernels get them: of packed keys as they are."""
+        window = self.problem.window
+        return window if self.cache.is_packed else self.sizes.bounds(window)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What kernels are compiled for, besides their tiling."""
+        spec = self.problem.spec
+        return replace(spec, mask=Band.of(self.window)) if isinstance(spec.mask, Band) else spec
 
     def kernel(self) -> Decode:
         """The decode kernel."""
@@ -224,7 +338,6 @@ class DecodePlan:
         may have, and sequences with fewer queries have fewer."""
         return self.is_packed and isinstance(self.cut, FixedSplit)
 
-    @property
     def launches(self) -> tuple[Launch, ...]:
         """What is launched: the kernel that attends, and the one that merges where the former does
         not."""
@@ -246,6 +359,92 @@ class DecodePlan:
             return Memory((("counters", size.num_slots),), workspace=numbers)
         cleared = size.numbers_of_records if self.clears_records else 0
         return Memory(parts=(("workspace", numbers),) if numbers else (), cleared=cleared)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether such calls were measured: one tile for each head of K and V, heads up to 128."""
+        head_dim = max(self.problem.spec.head_dim, self.problem.spec.head_dim_v)
+        return self.sizes.num_m_blocks == 1 and head_dim <= MEASURED_HEAD_DIM
+
+    def beats(self, others: Iterable[Candidate]) -> bool:
+        """Whether it is predicted to be faster than all plans of the forward kernel, by more than
+        the margin."""
+        us = self.predict().mean_us
+        margin = LEAST_MARGIN if self.is_measured else UNSURE
+        best = min(other.prediction.mean_us for other in others)
+        return best - us > least_gain(us, margin)
+
+    def beside(self, plan: Candidate, others: Iterable[Candidate]) -> str:
+        """Compare it with the forward kernel's plan and what that was compared with, in a
+        sentence."""
+        us, of_plan = self.predict().us, plan.prediction.us
+        when = "unless pack_gqa is False" if self.beats((plan, *others)) else "if pack_gqa is True"
+        remark = "" if self.is_measured else ", not measured"
+        return (
+            f"In the decode kernel, where query heads that share keys share tiles: {duration(us)}, "
+            f"{us / of_plan - 1:+.1%}{remark}. Calls run so {when}."
+        )
+
+    def explain(self, appends: bool = False) -> PlanDescription:
+        """Say what it does, its predicted time and bottleneck, and the forward kernel's plans."""
+        problem, prediction, launches = self.problem, self.predict(), self.launches()
+        kernels = [*(("append",) if appends else ()), *(one.kernel for one in launches)]
+        others = sorted(self.considered, key=lambda one: one.prediction.us)
+        sizes, config = self.sizes, self.kernel().config
+        call = "dense" if self.cache.is_full else "cache"
+        flops = problem.flops
+        merge = "Combine merges" if len(launches) > 1 else "The decode kernel merges"
+        filled = "" if self.cache.is_full else ", if all sequences fill the cache"
+        unmeasured = "" if self.is_measured else "; such calls were not measured"
+        sentences = {
+            "CTA": f"{ROWS} query rows against blocks of {TILE_N} keys. The query heads that share "
+            "keys are rows of the same tile, so keys are read once for all of them.",
+            "Memory": f"{config.q_stages} stages of Q in shared memory, {config.kv_stages} of K "
+            f"and of V: {config.smem_bytes(self.spec):,} of {CAPACITY:,} bytes.",
+            "Grid": f"{counted(self.num_ctas, 'CTA')} on {self.gpu.num_sms} SMs, for "
+            f"{counted(sizes.num_tiles, 'tile')}.",
+            "Cut": f"All CTAs get equally many keys. {merge} the parts of split tiles.",
+            "Time": f"{duration(prediction.us)} predicted, "
+            f"{flops / prediction.us / 1e6:,.0f} TFLOP/s{filled}{unmeasured}.",
+            "Bound": f"By {prediction.bound}: device memory {duration(prediction.memory_us)}, "
+            f"compute {duration(prediction.compute_us)}, launches {prediction.launch_us:.1f} us.",
+            "Choice": choice_of("decode kernel", prediction, others),
+        }
+        facts = {
+            "tile": [ROWS, TILE_N],
+            "ctas": self.num_ctas,
+            "tiles": sizes.num_tiles,
+            "shared_memory_bytes": config.smem_bytes(self.spec),
+            "prediction": facts_of_prediction(prediction),
+            "candidates": facts_of_candidates(others),
+        }
+        return PlanDescription.of(call, problem, self.gpu, kernels, sentences, facts)
+
+    def predict(self) -> Prediction:
+        """The time that the call is predicted to take, with its components."""
+        problem, spec, sizes = self.problem, self.spec, self.sizes
+        sequence = Sequence(problem.seqlen_q, problem.seqlen_k, self.window)
+        seen = self.spec.mask.key_blocks(0, problem.seqlen_q, TILE_N, sequence)
+        blocks = seen.end - seen.begin
+        hidden = max(0, problem.seqlen_k - blocks * TILE_N)
+        unread = problem.batch * problem.num_heads_kv * hidden * spec.key_bytes
+        memory_us = (problem.bytes - unread) / (READS * self.gpu.costs.bytes_per_us)
+        work_us = 0.0
+        if sizes.num_m_blocks > 1:
+            columns = padded(spec.head_dim) + padded(spec.head_dim_v)
+            most = -(-sizes.num_tiles * blocks // self.gpu.num_sms)
+            work_us = most * BLOCK_US * columns / BLOCK_COLUMNS
+        us = max(memory_us, work_us)
+        return Prediction(
+            us=us + FIXED_US,
+            burst_us=us + FIXED_US,
+            compute_us=work_us,
+            memory_us=memory_us,
+            launch_us=FIXED_US,
+            longest_us=us,
+            waves=1.0,
+            busy=1.0,
+        )
 
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
+from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import (
     Candidate,
     PlanDescription,
@@ -19,7 +20,6 @@ from fa3.planning.explanation import (
     describe_problem,
 )
 from fa3.planning.gpu import Gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.kernel_names import describe_config
 from fa3.planning.launch import FromCall, Launch, Memory, launch_of_forward
 from fa3.planning.load import Load, segments_of
@@ -178,7 +178,7 @@ class Plan:
             for one in self.considered
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
-        chosen, grouped = self.as_candidate(), GroupedPlan.if_possible(self.problem, self.gpu)
+        chosen, grouped = self.as_candidate(), DecodePlan.if_possible(self.problem, self.gpu)
         packing = "" if grouped is None else grouped.beside(chosen, found)
         return describe_forward(self, chosen, found, packing)
 

@@ -1,7 +1,7 @@
 """The forward planner: `plan_forward(problem, gpu) -> Plan` chooses tiling and schedule.
 
 It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
-times; `plan_dense` compares the best with the decode kernel (`fa3.planning.grouped`). Runs on
+times; `plan_dense` compares the best with the decode kernel (`fa3.planning.decode`). Runs on
 the host and needs no GPU. `fa3.calls.forward` and the command line call it.
 """
 
@@ -13,9 +13,9 @@ from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
+from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu, as_gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.load import RowLoad
 from fa3.planning.plan import Plan, as_made, candidate, check_pairs
 from fa3.planning.routes import DECODE, choose_dense
@@ -102,14 +102,14 @@ def plan_forward(
 
 def plan_dense(
     problem: Problem, gpu: Gpu | str = H200, pack_gqa: bool | None = None
-) -> Plan | GroupedPlan:
+) -> Plan | DecodePlan:
     """Choose how a dense call runs: in the forward kernel, or in the decode kernel.
     `pack_gqa` says whether query heads share tiles, as in the decode kernel; None leaves that to
     predicted times. If it is True, and they cannot, that raises an error."""
     gpu = as_gpu(gpu)
     if pack_gqa:
-        return GroupedPlan.of(problem, gpu)
-    plan, grouped = plan_forward(problem, gpu), GroupedPlan.if_possible(problem, gpu)
+        return DecodePlan.of_dense(problem, gpu)
+    plan, grouped = plan_forward(problem, gpu), DecodePlan.if_possible(problem, gpu)
 
     def decode_is_faster() -> bool:
         return grouped is not None and grouped.beats(plan.considered)

@@ -28,7 +28,7 @@ from fa3.kernels.segment_table import (
     SegmentTableArguments,
 )
 from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_table
-from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.planning.decode import TILE_N, DecodePlan
 from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, launch_of_forward
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
@@ -139,12 +139,13 @@ class Signature:
         """Return the plan of all calls with packed keys with short sequences of so many queries.
         Whatever the number of sequences and keys; `overlaps_forward` says whether there are others.
         """
-        heads_kv, num_ctas = self.heads_kv, self.gpu.num_sms
-        sizes = Sizes(1, most_queries, heads_kv, self.heads_q // heads_kv, TILE_N)
-        cut = choose_cut(sizes, self.window, num_ctas, is_packed=True)
+        heads = self.heads_kv, self.heads_q // self.heads_kv
+        problem = Problem(self.spec, 1, most_queries, TILE_N, *heads, self.window)
         layout = CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
-        given = self.spec, layout, sizes, self.window, cut, num_ctas, True, self.has_used_q
-        return DecodePlan(*given, overlaps_forward)
+        return DecodePlan.of(
+            problem, self.gpu, layout, is_packed=True, has_used_q=self.has_used_q,
+            overlaps_forward=overlaps_forward,
+        )  # fmt: skip
 
     def route(self, sizes: "PackedSizes") -> "Route":
         """`choose_route`, with the latest route kept: the layers of a model have equal sizes."""
@@ -362,7 +363,7 @@ def launches_of_route(
         return signature.shared_launches()
     decode: tuple[Launch, ...] = ()
     if name in (DECODE, BOTH, BOTH_SPLIT):
-        decode = (decode_plan or signature.decode_plan)(most_queries, name != DECODE).launches
+        decode = (decode_plan or signature.decode_plan)(most_queries, name != DECODE).launches()
     if name == DECODE:
         return list(decode)
     table, main, *recompute = signature.launches(name in (SPLIT, BOTH_SPLIT), bool(decode))

@@ -9,9 +9,9 @@ from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
+from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import PlanDescription, counted, duration, quantity
 from fa3.planning.gpu import Gpu, as_gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import (
@@ -92,7 +92,7 @@ def add_timeline(
 
 def explained(
     options: argparse.Namespace, problem: Problem, gpu: Gpu
-) -> tuple[Plan | GroupedPlan | None, PlanDescription]:
+) -> tuple[Plan | DecodePlan | None, PlanDescription]:
     """How the call runs that the options name: the plan of a call without gradients, and what
     there is to say."""
     if options.call == "backward":
@@ -101,8 +101,8 @@ def explained(
         return None, explain_packed(problem, Window(*bounds_of(options)), gpu)
     if options.call == "cache":
         cache = CacheLayout(options.page_size)
-        grouped = GroupedPlan.of(problem, gpu, cache, options.append)
-        return grouped, grouped.explain(options.append)
+        decode = DecodePlan.of(problem, gpu, cache, appends=options.append)
+        return decode, decode.explain(options.append)
     if options.schedule:
         plan = plan_forward(problem, gpu, schedule=options.schedule)
         return plan, plan.explain()

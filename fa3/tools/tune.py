@@ -9,9 +9,9 @@ import torch
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.tuned_plans import forget_plans, keep_plan
+from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import describe_problem, duration
 from fa3.planning.gpu import Gpu
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
 from fa3.problem import AttentionSpec, Problem
@@ -22,7 +22,7 @@ from fa3.tools.plan_command import problem_of
 from fa3.tools.recording import device_here, random_operands
 from fa3.tools.timing import time_in_turn
 
-AnyPlan = Plan | GroupedPlan
+AnyPlan = Plan | DecodePlan
 
 Stopwatch = Callable[[Sequence[AnyPlan]], list[float]]
 """Returns the microseconds of some plans of one problem."""
@@ -92,7 +92,7 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
         plan_forward(problem, gpu, one.config, one.schedule)
         for one in candidates(problem, gpu, schedules=CHOICES)
     ]
-    grouped = GroupedPlan.if_possible(problem, gpu)
+    grouped = DecodePlan.if_possible(problem, gpu)
     if grouped is not None:
         plans.append(grouped)
     us = {plan.name: plan.predict().mean_us for plan in plans}

@@ -21,7 +21,7 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
-from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.planning.decode import DecodePlan, Sizes
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
@@ -338,17 +338,16 @@ def kernels_on_cache(
     overlaps_forward: bool = False,
 ) -> Iterator[Kernel]:
     """What is launched for calls with these options on a cache, whatever its lengths."""
-    ratio, num_ctas = model.heads_q // model.heads_kv, H200.num_sms
+    heads = model.heads_kv, model.heads_q // model.heads_kv
+    kinds = {"is_packed": is_packed, "overlaps_forward": overlaps_forward}
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
     for capacity in (1, LONGEST):
-        sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
-        tight = sizes.bounds(window)
-        options = tight, num_ctas, num_splits, False, is_packed
+        tight = Sizes(1, 1, *heads, capacity).bounds(window)
+        problem = Problem(spec_of(model, tight), 1, 1, capacity, *heads, tight)
         # After a kernel that appends, tiles are cut otherwise. With many parts others merge.
-        few = choose_cut(sizes._replace(capacity=1), *options)
-        for cut in dict.fromkeys((few, choose_cut(sizes, *options, appends=True))):
-            launch = tight, cut, num_ctas, is_packed, False, overlaps_forward
-            plan = DecodePlan(spec_of(model, tight), cache, sizes, *launch)
+        many = DecodePlan.of(problem, H200, cache, num_splits, appends=True, **kinds)
+        few = DecodePlan.of(replace(problem, seqlen_k=1), H200, cache, num_splits, **kinds)
+        for plan in (many, replace(many, cut=few.cut)):
             yield from filter(None, (plan.kernel(), plan.combine()))
 
 
