@@ -444,20 +444,6 @@ def test_out_of_an_empty_problem_has_the_head_dim_of_v():
     assert (fa3.flash_attn_func(q, k, v, out=out) == 0).all()
 
 
-# --------------------------------------------------------------------------------- schedules
-
-
-def backwards(tiles):
-    return tiles[::-1]
-
-
-@pytest.mark.parametrize("schedule", ["single", "static", "list", SingleTile, backwards])
-def test_the_schedule_never_changes_the_output(schedule):
-    q, k, v = operands()
-    out = fa3.flash_attn_func(q, k, v, causal=True)
-    assert torch.equal(fa3.flash_attn_func(q, k, v, causal=True, schedule=schedule), out)
-
-
 @pytest.mark.compiles
 def test_type_checkers_see_the_arguments(tmp_path, monkeypatch):
     """Decorators leave the signatures of the public functions as they are."""

@@ -131,6 +131,7 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
         (ValueError, {"head_dim_v": 512}, "v has head_dim 512"),
         (ValueError, {"dtype": "fp8"}, "dtype must be one of .* 'fp8'"),
         (ValueError, {"window_size": (-2, 0)}, "window_size must be two"),
+        (ValueError, {"window_size": ()}, "window_size must be two"),
         (ValueError, {"softcap": -1.0}, "softcap must be 0 .* got -1.0"),
         (ValueError, {"rotary": "all"}, "rotary must be of .* 'all'"),
         (ValueError, {"head_dim": 72}, "rotary must be 'none' with head_dim 72"),

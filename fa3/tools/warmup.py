@@ -150,7 +150,8 @@ def warmup(
     causal, window = flag("causal", causal), None
     head_dim = None if head_dim is None else integer("head_dim", head_dim)
     if window_size is not None or not causal:
-        window = check_window(as_pair(window_size or (NO_BOUND, NO_BOUND)), causal)
+        bounds = (NO_BOUND, NO_BOUND) if window_size is None else window_size
+        window = check_window(as_pair(bounds), causal)
     counts = (None, None) if heads is None else integers("heads", heads)
     if len(counts) != 2:
         raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
