@@ -116,23 +116,16 @@ def capture_of(stream: int) -> Capture | None:
     """Return the capture that a stream, the current one, takes part in; None without one."""
     if stream == LEGACY or not torch._C._cuda_isCurrentStreamCapturing():
         return None
-    number, graph = capture_info(stream)
-    if number is None:
+    status, number, graph, *_ = succeeded(driver.cuStreamGetCaptureInfo(stream))
+    if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return None
+    number = int(number)
     with LOCK:
         capture = LIVE.get(number)
         if capture is None:
             forget_the_gone()
             capture = LIVE[number] = Capture.of(graph)
         return capture
-
-
-def capture_info(stream: int) -> tuple[int | None, driver.CUgraph | None]:
-    """The number and the graph of a stream's capture; (None, None) if it is not captured."""
-    status, number, graph, *_ = succeeded(driver.cuStreamGetCaptureInfo(stream))
-    if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-        return None, None
-    return int(number), graph
 
 
 def forget_the_gone() -> None:
