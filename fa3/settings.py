@@ -6,7 +6,11 @@ less. `FA3_CACHE_DIR` is a path and read where it is used (`fa3.running.code_cac
 
 import os
 
-ACCEPTED = {"FA3_ASSERTIONS": ("0", "1"), "FA3_REFERENCE": ("auto", "following")}
+ACCEPTED = {
+    "FA3_ASSERTIONS": ("0", "1"),
+    "FA3_FP8_SUMS": ("two-level", "one-level"),
+    "FA3_REFERENCE": ("auto", "following"),
+}
 """Values that variables may have; the first is the default."""
 
 SETTINGS = {name: os.environ.get(name) or values[0] for name, values in ACCEPTED.items()}

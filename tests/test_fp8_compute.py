@@ -1,6 +1,6 @@
 """Attention with q, k and v in FP8, on the CPU and on a Hopper GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 import pytest
@@ -12,7 +12,9 @@ from problems import poisoned_allocations
 from reference import dense, visible
 
 import fa3
+from fa3.calls import forward
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning import tilings
 from fa3.planning.planner import plan_forward
 from fa3.problem import FP8, AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
@@ -114,6 +116,26 @@ HEADS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (32
 def test_head_sizes_and_windows(head_dim, head_dim_v, window, where):
     shapes = (2, 150, 4, head_dim), (2, 333, 2, head_dim), (2, 333, 2, head_dim_v)
     check(*(drawn(*shape, seed=i, where=where) for i, shape in enumerate(shapes)), window)
+
+
+@pytest.fixture
+def one_level(monkeypatch):
+    """Have the planner take sums in one level, as `FA3_FP8_SUMS` says."""
+    rows = tuple(
+        row._replace(config=replace(row.config, one_level=True)) for row in tilings.TILINGS_IN_FP8
+    )
+    monkeypatch.setattr(tilings, "TILINGS_IN_FP8", rows)
+    forward.prepare_forward.cache_clear()
+    yield
+    forward.prepare_forward.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), HEADS)
+@pytest.mark.parametrize("window", [Window(-1, 0), Window(70, 30)])
+def test_sums_in_one_level(one_level, head_dim, head_dim_v, window):
+    shapes = (2, 150, 4, head_dim), (2, 1333, 2, head_dim), (2, 1333, 2, head_dim_v)
+    check(*(drawn(*shape, seed=i, where="cuda") for i, shape in enumerate(shapes)), window)
 
 
 @settings(max_examples=25, deadline=None)
@@ -275,10 +297,13 @@ def test_what_is_refused():
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("one_level", [False, True])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_machine_code(head_dims):
+def test_machine_code(head_dims, one_level):
     spec = AttentionSpec(FP8, *head_dims, Band(right=True), fp8_out="bfloat16")
-    kernel = plan_forward(Problem(spec, 2, 1024, 1024, 16, 1, Window(-1, 0))).kernel()
+    problem = Problem(spec, 2, 1024, 1024, 16, 1, Window(-1, 0))
+    config = replace(tilings.general_tiling(spec), one_level=one_level)
+    kernel = plan_forward(problem, config=config).kernel()
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
     check_ptxas_log(compiled.ptxas_log)

@@ -63,7 +63,8 @@ def is_tuned(problem: Problem, gpu: Gpu) -> bool:
 
 def tuning_key(problem: Problem, gpu: Gpu) -> str:
     """Return all that a tuned plan depends on, besides the GPU's name and the version of fa3."""
-    return f"{problem} on {gpu.num_sms} SMs, reference {SETTINGS['FA3_REFERENCE']}"
+    settings = ", ".join(SETTINGS[name] for name in ("FA3_REFERENCE", "FA3_FP8_SUMS"))
+    return f"{problem} on {gpu.num_sms} SMs, {settings}"
 
 
 def tuned_plans(gpu_name: str) -> dict[str, TunedPlan]:

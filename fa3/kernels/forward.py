@@ -52,7 +52,7 @@ from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import ConvertedPipeline
-from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Attention, Fp8Mmas, ValueTransposer
+from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Mmas, ValueTransposer, attention_in_fp8
 from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
@@ -550,7 +550,7 @@ class Forward(ForwardEpilogue):
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
-        mmas, turns = self.mmas_and_turns(group)
+        kind, mmas, turns = self.attention(group)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
@@ -578,7 +578,7 @@ class Forward(ForwardEpilogue):
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
             given = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns, dropout, scale_v
-            attention = (Fp8Attention.of if self.spec.is_fp8 else Attention)(*given)
+            attention = kind(*given)
 
             k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
             k_state = attention.first(own.end - 1, k_state)
@@ -631,13 +631,15 @@ class Forward(ForwardEpilogue):
         turns.finish()
         out.wait()
 
-    def mmas_and_turns(self, group) -> tuple:
-        """The WGMMAs, and when a warpgroup may issue them; in FP8 turns cost up to 6%."""
-        tile_n = self.config.tile_n
+    def attention(self, group) -> tuple:
+        """The attention of a tile, its WGMMAs, and when a warpgroup may issue them; in FP8 turns
+        cost up to 6%."""
+        tile_n, one_level = self.config.tile_n, self.config.one_level
         if self.spec.is_fp8:
-            return Fp8Mmas.of(tile_n, self.columns_v), NoPingPong()
+            mmas = Fp8Mmas.of(tile_n, self.columns_v, one_level)
+            return attention_in_fp8(one_level), mmas, NoPingPong()
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
-        return Mmas.of(self.dtype, tile_n, self.columns_v), turns
+        return Attention, Mmas.of(self.dtype, tile_n, self.columns_v), turns
 
     def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:
         """The scale of a tile's scores, and of its values; None for 1."""

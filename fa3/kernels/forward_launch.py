@@ -45,6 +45,7 @@ class ForwardConfig:
             next Q is loaded only after O has been stored; in FP8, each thread stores its rows of O.
         v_stages: blocks of V^T in shared memory, in FP8: `kv_stages` are blocks of V there. 0 in
             16 bits.
+        one_level: in FP8, whether the WGMMAs add P V to O, with fewer bits than two levels of sums.
     """
 
     tile_m: int
@@ -56,6 +57,7 @@ class ForwardConfig:
     cluster_h: int = 1
     fixed_reference: bool = False
     v_stages: int = 0
+    one_level: bool = False
 
     @property
     def cluster(self) -> int:
@@ -84,7 +86,7 @@ class ForwardConfig:
     def registers(self, spec: AttentionSpec) -> int:
         """Registers that a consumer thread needs for fragments, and for numbers that it draws."""
         if spec.is_fp8:
-            return fragment_registers(self.tile_n, padded(spec.head_dim_v))
+            return fragment_registers(self.tile_n, padded(spec.head_dim_v), self.one_level)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
 
@@ -128,6 +130,8 @@ class ForwardConfig:
             raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
         if spec.is_fp8 != (self.v_stages > 0):
             raise ValueError(f"v_stages must be 1 or more in FP8, 0 in 16 bits, got {self}")
+        if self.one_level and not spec.is_fp8:
+            raise ValueError("one_level must be False in 16 bits")
         if spec.is_fp8 and self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n must be a multiple of {FP8_KEYS} in FP8, got {self.tile_n}")
         if not (self.own_o or spec.is_fp8) and padded(spec.head_dim) != padded(spec.head_dim_v):

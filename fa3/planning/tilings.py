@@ -92,17 +92,30 @@ Causal heads of 128 that share keys run in pairs: over the committed records no 
 by more than 1.6% in bursts, and under steady load pairs save 2-4%. So a model with such heads meets
 as few kernels as it can."""
 
+ONE_LEVEL = SETTINGS["FA3_FP8_SUMS"] == "one-level"
+"""Whether O is summed in one level in FP8, by the WGMMAs, instead of in two."""
+
 TILINGS_IN_FP8 = tuple(
-    Tiling(head_dim, head_dim_v, masked, math.inf, config, functions, element_bytes=1)
+    Tiling(
+        head_dim,
+        head_dim_v,
+        masked,
+        math.inf,
+        replace(config, one_level=ONE_LEVEL),
+        functions,
+        element_bytes=1,
+    )
     for masked, functions in ((False, False), (True, False), (True, True))
     for head_dim, head_dim_v, config in (
         (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, v_stages=2)),
-        (128, 128, ForwardConfig(128, 128, q_stages=2, v_stages=2)),
+        (128, 128, ForwardConfig(128, 192, v_stages=2))
+        if ONE_LEVEL
+        else (128, 128, ForwardConfig(128, 128, q_stages=2, v_stages=2)),
         (192, 128, ForwardConfig(128, 128, v_stages=2)),
         (256, 256, ForwardConfig(128, 128, own_o=False, v_stages=2)),
     )
 )
-"""The same for q, k and v in FP8, measured on an H100 on 2026-11-26."""
+"""The same for q, k and v in FP8, measured on an H100 on 2026-11-26 and, in one level, 11-27."""
 
 FEW_TILES = 8
 """With fewer query tiles per head, an odd number of them makes clusters of two cost more than they

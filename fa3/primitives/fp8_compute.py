@@ -1,4 +1,4 @@
-"""Attention of a warpgroup in FP8: both products take e4m3, and O is summed in two levels.
+"""Attention of a warpgroup in FP8: both products take e4m3; O is summed in two levels, or in one.
 
 FP8 WGMMAs differ from 16-bit ones in three ways:
 
@@ -8,12 +8,14 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
   are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
   are the operand P as they are.
 - Their sums have few bits. So P V goes to registers of its own, which are added to O in fp32:
-  O = O * factor + P V. One instruction for an element rescales O and adds.
+  O = O * factor + P V. One instruction for an element rescales O and adds. With sums in one level,
+  an option, P V is added to O by the WGMMA; that leaves registers for larger blocks of keys.
 
 Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transposes in the kernel;
 DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,10 +52,10 @@ def columns_at_once(tile_n: int, columns_v: int) -> int:
     return columns_v if tile_n // 8 + columns_v <= MOST_REGISTERS else columns_v // 2
 
 
-def fragment_registers(tile_n: int, columns_v: int) -> int:
-    """Registers of a thread for its fragments of S, P, O and, if it overlaps, P V."""
-    fresh = columns_v // 2 if pv_overlaps(tile_n, columns_v) else 0
-    return tile_n // 2 + tile_n // 8 + columns_v // 2 + fresh
+def fragment_registers(tile_n: int, columns_v: int, one_level: bool) -> int:
+    """Registers of a thread for its fragments of S, P, O and, if it is apart and overlaps, P V."""
+    is_apart = not one_level and pv_overlaps(tile_n, columns_v)
+    return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
 
 class Fp8Mmas(NamedTuple):
@@ -63,10 +65,10 @@ class Fp8Mmas(NamedTuple):
     pv: cute.TiledMma
 
     @classmethod
-    def of(cls, tile_n: int, columns_v: int) -> "Fp8Mmas":
+    def of(cls, tile_n: int, columns_v: int, one_level: bool) -> "Fp8Mmas":
         """The WGMMAs of 64 rows and a block of `tile_n` keys."""
         kinds = Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K, Float32
-        one, columns = (1, 1, 1), columns_at_once(tile_n, columns_v)
+        one, columns = (1, 1, 1), columns_v if one_level else columns_at_once(tile_n, columns_v)
         qk = sm90.make_trivial_tiled_mma(*kinds, one, (ROWS, tile_n))
         pv = sm90.make_trivial_tiled_mma(*kinds, one, (ROWS, columns), warpgroup.OperandSource.RMEM)
         return cls(qk, pv)
@@ -86,7 +88,7 @@ class Fp8Mmas(NamedTuple):
 
 @dataclass(frozen=True)
 class Fp8Attention(Attention):
-    """The attention of one tile's rows with q, k and v in e4m3."""
+    """The attention of one tile's rows with q, k and v in e4m3, and sums in two levels."""
 
     # What this thread's rows of O are multiplied by when P V is added; zero at first.
     factors: cute.Tensor | None = None
@@ -142,6 +144,11 @@ class Fp8Attention(Attention):
             row = acc_O[r, None]
             row.store(row.load() * self.factors[r] + fresh[r, None].load())
 
+    def rescale(self, factors: tuple) -> None:
+        """Keep what O is multiplied by when the next P V is added."""
+        for r, factor in enumerate(factors):
+            self.factors[r] = factor
+
     @cute.jit
     def rest(self, blocks, k_state, v_state):
         """All blocks after the first, as in 16 bits; without overlap also the first P V."""
@@ -175,8 +182,7 @@ class Fp8Attention(Attention):
             self.pipeline_v.consumer_release(v_state)
             v_state.advance()
             self.add(fresh, 0)
-        for r in cutlass.range_constexpr(2):
-            self.factors[r] = factors[r]
+        self.rescale(factors)
         self.write_p(acc_S, None)
         if cutlass.const_expr(not self.overlaps):
             v_state = self.sum_up(v_state)
@@ -218,6 +224,35 @@ class Fp8Attention(Attention):
             packed = cute.recast_tensor(cute.flatten(values), Uint32)
             for i in range(4):
                 words[4 * step + i] = packed[i]
+
+
+class OneLevelAttention(Fp8Attention):
+    """The same with P V added to O by the WGMMA."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether P V runs under the softmax of the next block. At head size 256 it does not:
+        ptxas would let WGMMAs wait for each other, for lack of registers."""
+        return self.tile_n // 2 + cute.size(self.regs.acc_O) < 192
+
+    def issue_part(self, v_state, part: int) -> None:
+        """Start O += P V."""
+        vt = self.regs.vt[None, None, None, v_state.index]
+        wgmma.issue(self.mmas.pv.op, self.regs.acc_O, as_operand(self.regs.p), vt, accumulate=True)
+
+    def add(self, fresh: None, part: int) -> None:
+        """Do nothing: the WGMMA has added P V to O."""
+
+    def rescale(self, factors: tuple) -> None:
+        """O = O * factors."""
+        acc_O = as_rows_and_columns(self.regs.acc_O)
+        for r, factor in enumerate(factors):
+            acc_O[r, None].store(acc_O[r, None].load() * factor)
+
+
+def attention_in_fp8(one_level: bool) -> Callable[..., Fp8Attention]:
+    """Makes the attention of a tile, with sums in one level or in two."""
+    return OneLevelAttention.of if one_level else Fp8Attention.of
 
 
 def as_operand(words: cute.Tensor) -> cute.Tensor:
