@@ -4,7 +4,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from fa3.complaints import shown
 from fa3.primitives import arguments
@@ -200,45 +200,31 @@ class ForwardArguments(NamedTuple):
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
         """Types of a `Forward`'s arguments without sizes; equal sizes share a symbol."""
-        spec, schedule = kernel.spec, kernel.schedule_type
+        spec, schedule, cache = kernel.spec, kernel.schedule_type, kernel.cache
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
         batches = () if schedule.is_ragged else (batch,)
-        of_keys, cache = (*batches, seqlen_k), kernel.cache
+        of_keys, has_pages = (*batches, seqlen_k), False
         if cache is not None:
-            of_keys = cute.sym_int(), cache.page_size or seqlen_k
-        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
-        buffer = arguments.compact_tensor("float32", (cute.sym_int64(),))
-        state, counters, marks = (
-            arguments.compact_tensor("int32", (cute.sym_int(),)) for _ in range(3)
-        )
+            of_keys, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
+        vector, can_mark = arguments.int32_vector, kernel.config.fixed_reference
         return cls(
+            **arguments.scalars(cls) | {"lse": Int64(0)},
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.out_dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
-            lse=Int64(0),
-            modifiers=modifiers or None,
-            softmax_scale=Float32(0.0),
-            window_left=Int32(0),
-            window_right=Int32(0),
-            heads_per_section=Int32(0),
-            num_clusters=Int32(0),
-            schedule_state=state if schedule.reads_state else None,
-            part_buffer=buffer if schedule.splits else None,
-            part_counters=counters if schedule.splits else None,
-            num_slots=Int32(0),
-            marks=marks if kernel.config.fixed_reference or kernel.packs_sequences else None,
+            modifiers=arguments.symbolic_modifiers(spec),
+            schedule_state=vector(exists=schedule.reads_state),
+            part_buffer=arguments.float32_buffer(schedule.splits),
+            part_counters=vector(exists=schedule.splits),
+            marks=vector(exists=can_mark or kernel.packs_sequences),
             recording=arguments.compact_tensor("int64", (cute.sym_int(),))
             if kernel.is_recorded
             else None,
-            table=arguments.compact_tensor("int32", (cute.sym_int(),))
-            if schedule.is_ragged
-            else None,
+            table=vector(exists=schedule.is_ragged),
             overlaps_decode=Int32(0) if schedule.is_ragged else None,
-            page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
+            page_table=arguments.strided_tensor("int32", 2, has_pages),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             online_max=Int32(0) if kernel.has_online_and_fixed else None,
-            descales=tuple(arguments.strided_tensor("float32", 2) for _ in range(3))
-            if spec.is_fp8
-            else None,
+            descales=arguments.symbolic_descales(3) if spec.is_fp8 else None,
         )
