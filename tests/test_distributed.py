@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import fa3
 from benchmarks import bench_distributed as bench
 from docs.examples import context_parallel
+from fa3.calls.options import Options
 from fa3.distributed import (
+    attention,
     contiguous,
     documents,
     flash_attn_func,
@@ -30,7 +32,8 @@ from fa3.distributed import (
     plan,
     zigzag,
 )
-from fa3.distributed.methods import dense_hop
+from fa3.distributed.alone import Asked, KeyPart
+from fa3.distributed.hops import dense_hop
 from fa3.problem import Window
 
 SIZES = 1, 2, NUM_RANKS
@@ -359,6 +362,30 @@ def test_ranks_that_know_the_length_compare_nothing(ranks):
     assert ranks.run(2, call_with_length_known) == [0, 0]
 
 
+def call_again(group, method):
+    """Return how often calls are prepared whose tensors differ in what they hold only."""
+    misses = []
+    for seed in range(3):
+        whole = seeded(1, 12, 4, 16, seed=seed)
+        q = zigzag.shard(whole, group=group).requires_grad_()
+        out = flash_attn_func(
+            q, q, q, layout=zigzag, group=group, causal=True, seqlen=12, method=method
+        )
+        (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+        other = whole.clone().requires_grad_()
+        alone = fa3.flash_attn_func(other, other, other, causal=True)
+        (expected,) = torch.autograd.grad(alone, other, torch.ones_like(alone))
+        assert (dq - zigzag.shard(expected, group=group)).abs().max() < 0.1
+        misses.append(attention.prepare.cache_info().misses)
+    return misses[2] - misses[0]
+
+
+@ON_CPU
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_like_an_earlier_one_is_not_prepared(ranks, method):
+    assert ranks.run(2, call_again, method) == [0, 0]
+
+
 WRONG_PACKED = {
     "layout": ({"layout": zigzag}, "ValueError: layout must be documents(cu_seqlens) for fl"),
     "ring": (
@@ -442,7 +469,7 @@ def test_torch_splits_a_sequence_on_fa3(ranks):
 
 
 def captured(group, method):
-    """Return the largest error of a captured call that is replayed with other tensors."""
+    """Return the largest error of both passes, captured and replayed with other tensors."""
     device = device_of(group)
     first, second = (
         [
@@ -452,22 +479,29 @@ def captured(group, method):
         for i in range(2)
     )
     attend = partial(flash_attn_func, layout=zigzag, group=group, method=method, causal=True)
-    expected = attend(*second, seqlen=512)
-    attend(*first, seqlen=512)
+
+    def both(*tensors):
+        out = attend(*tensors, seqlen=512)
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    first, second = ([x.requires_grad_() for x in tensors] for tensors in (first, second))
+    expected = both(*second)
+    both(*first)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend(*first, seqlen=512)
-    for x, y in zip(first, second, strict=True):
-        x.copy_(y)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = both(*first)
+    with torch.no_grad():
+        for x, y in zip(first, second, strict=True):
+            x.copy_(y)
     graph.replay()
-    return (out - expected).abs().max().item()
+    return max((x - y).abs().max().item() for x, y in zip(results, expected, strict=True))
 
 
 @ON_GPUS
 @pytest.mark.parametrize("method", METHODS)
 def test_a_captured_call_may_be_replayed(ranks, method):
-    assert max(ranks.run(ranks.count, captured, method)) == 0
+    assert max(ranks.run(ranks.count, captured, method)) < 0.05
 
 
 def run_example(group):
@@ -582,19 +616,20 @@ def test_tensors_may_be_slices_and_shared(ranks, method):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("layout", [zigzag, contiguous], ids=["zigzag", "contiguous"])
-def test_pieces_bring_what_is_seen_and_gradients_back(layout, num_ranks):
+def test_pieces_bring_what_is_seen(layout, num_ranks):
     """All ranks of an exchange by themselves: rows that are numbers."""
     windows = (-1, 0), (-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2), (5, -1)
     for seqlen, window in product((0, 1, 2, 7, 16, 33), windows):
         chunks = layout.chunks(seqlen, num_ranks)
         held = [torch.tensor([row for one in x for row in one]) for x in chunks]
-        hops = [dense_hop(chunks, rank, Window(*window)) for rank in range(num_ranks)]
+        part = KeyPart(Asked(Options(Window(*window)), None, False, False))
+        hops = [dense_hop(chunks, rank, part) for rank in range(num_ranks)]
         parts, exchanges = [one.parts for one in hops], [one.exchange for one in hops]
-        placed = moved_alone([one.there for one in exchanges], held)
+        placed = moved_alone(exchanges, held)
         for rank, keys in enumerate(placed):
             for part in parts[rank]:
                 queries, seen = held[rank][part.rows], keys[part.keys]
-                left, right = part.options["window_size"]
+                left, right = part.asked.options.window
                 places = torch.arange(len(queries)) + len(seen) - len(queries)
                 for query, place in zip(queries.tolist(), places.tolist(), strict=True):
                     first = 0 if left < 0 else max(place - left, 0)
@@ -602,14 +637,6 @@ def test_pieces_bring_what_is_seen_and_gradients_back(layout, num_ranks):
                     first_row = 0 if window[0] < 0 else max(query - window[0], 0)
                     last_row = seqlen if window[1] < 0 else min(query + window[1] + 1, seqlen)
                     assert seen[first:last].tolist() == list(range(first_row, last_row))
-        # Each rank adds 1 to each row that it has got.
-        returned = moved_alone([one.back for one in exchanges], [x * 0 + 1 for x in placed])
-        for rank, sums in enumerate(returned):
-            there, back = exchanges[rank]
-            for (_, rows), (_, places) in zip(there.sent, back.received, strict=True):
-                sums[rows] += sums[places]
-            counts = torch.stack([torch.isin(held[rank], x) for x in placed]).sum(0)
-            assert torch.equal(sums[: len(held[rank])], counts)
 
 
 def moved_alone(moves, held):
@@ -617,10 +644,10 @@ def moved_alone(moves, held):
     messages = defaultdict(list)
     placed = [torch.full((one.total,), -1) for one in moves]
     for rank, one in enumerate(moves):
-        for target, rows in one.sent:
-            messages[rank, target].append(held[rank][rows])
         for rows, places in one.kept:
             placed[rank][places] = held[rank][rows]
+        for target, places in one.sent:
+            messages[rank, target].append(placed[rank][places].clone())
     for rank, one in enumerate(moves):
         for source, places in one.received:
             placed[rank][places] = messages[source, rank].pop(0)

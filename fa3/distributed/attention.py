@@ -1,19 +1,34 @@
 """`fa3.distributed.flash_attn_func` and `flash_attn_varlen_func`: checks, agreement, autograd."""
 
+import functools
 import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fa3.calls.autograd import wants_gradient
 from fa3.calls.call import AttentionCall
 from fa3.calls.forward import describe_dense
-from fa3.calls.operands import operand_of
+from fa3.calls.operands import Description, operand_of
+from fa3.calls.options import (
+    DENSE,
+    PACKED,
+    Options,
+    as_pair,
+    check_softcap,
+    check_window,
+    converted,
+    flag,
+)
 from fa3.complaints import shown
-from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, group_of
+from fa3.distributed.alone import Asked, KeyPart
+from fa3.distributed.exchange import Group, Joined, OverRanks, agree_on_rows, group_of
+from fa3.distributed.hops import Hops, dense_hop, packed_hop, ring_hops
 from fa3.distributed.layouts import Documents, SequenceLayout
-from fa3.distributed.methods import method_of, window_of
-from fa3.distributed.planning import methods_for
-from fa3.problem import NO_BOUND
+from fa3.distributed.planning import methods_for, plan
+from fa3.distributed.ulysses import Ulysses, ulysses_of
+from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
@@ -95,6 +110,7 @@ def flash_attn_varlen_func(
     return attend_over_ranks(arguments.arguments, is_packed=True)
 
 
+OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
 SIGNATURE = inspect.signature(flash_attn_func)
 
 
@@ -109,33 +125,35 @@ def attend_over_ranks(
         named |= {name: x[None] for name, x in tensors.items()}
     error: Exception | None = None
     try:
-        check_call(named, group.size(), is_packed)
+        call = checked(named, group.size(), is_packed)
     except Exception as wrong:  # the other ranks wait for this one
         error = wrong
     # The first call of NCCL hangs if a rank has nothing to send.
     if seqlen is None or seqlen < 2 * group.size():
         asked = {name: without_rows(value) for name, value in named.items()}
-        rows = 0 if error else named["q"].shape[1]
-        seqlen = agree_on_rows(named["layout"], group, rows, asked, error)
+        seqlen = agree_on_rows(
+            named["layout"], group, 0 if error else named["q"].shape[1], asked, error
+        )
     elif error is not None:
         raise error
-    split = named["layout"].split(seqlen, group)
-    q, v = named["q"], named["v"]
-    if q.shape[1] != (rows := split.rows[split.rank]):
-        raise ValueError(
-            f"q must have {rows} of {seqlen} rows by {named['layout']}, got {q.shape[1]}"
-        )
-    method = method_of(named, split, named["layout"].cu_seqlens if is_packed else (), q, v)
-    run = lambda q, k, v, _: method.forward(q, k, v, named["return_lse"])  # noqa: E731
-    out, lse = OverRanks.apply(run, method.backward, q, named["k"], v, named["sinks"])
-    if not named["return_lse"]:
-        return out[0] if is_packed else out
-    return (out[0], lse[0]) if is_packed else (out, lse)
+    method = prepare(call, seqlen, group)
+    q, k, v, slopes, sinks = (named[name] for name in OPERANDS)
+    modifiers, returns_lse = (slopes, sinks), named["return_lse"]
+    if call[1].has_gradient:
+        run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
+        run_back = functools.partial(method.backward, modifiers)
+        out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
+    else:
+        with torch.no_grad():
+            out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
+    if is_packed:
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if returns_lse else out
 
 
-def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
-    """Raise unless this rank's arguments, by name, fit together and are supported."""
-    layout, method, slopes = named["layout"], named["method"], named["alibi_slopes"]
+def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
+    """Check arguments, by name; return what tensors are like, options, layout and method."""
+    layout, method = named["layout"], named["method"]
     if method not in (methods := ("auto", "gather", "ring", "ulysses")):
         raise ValueError(f"method must be one of {methods}, got {shown(method)}")
     if not isinstance(layout, SequenceLayout):
@@ -150,18 +168,64 @@ def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
             raise NotImplementedError(
                 f"{name} is not supported over ranks: it depends on positions in the whole sequence"
             )
-    tensors = [named[name] for name in "qkv"]
+    tensors = tuple([named[name] for name in OPERANDS])
     if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
         raise NotImplementedError("q must be in 16 bits over ranks, got torch.float8_e4m3fn")
-    for name, x in zip("qkv", tensors, strict=True):
+    for name, x in zip("qkv", tensors, strict=False):
         if isinstance(x, torch.Tensor) and x.ndim != 4:
             shape = tuple(x.shape[is_packed:])
             raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
-    call = AttentionCall.dense(*map(operand_of, describe_dense((*tensors, slopes, named["sinks"]))))
-    rows, key_rows = (x.shape[1] for x in tensors[:2])
+    described = describe_dense(tensors)
+    q, k, v, slopes, sinks = tensors
+    window = check_window(as_pair(named["window_size"]), flag("causal", named["causal"]))
+    names = "softcap", "deterministic", "sm_margin"
+    numbers: list[Any] = [converted(name, named[name]) for name in names]
+    softcap, deterministic, sm_margin = numbers
+    has_gradient = wants_gradient(q, k, v, sinks)
+    options = Options(
+        window, softcap, sm_margin=sm_margin, pack_gqa=False if has_gradient else None,
+        kind=PACKED if is_packed else DENSE,
+    )  # fmt: skip
+    asked = Asked(options, named["softmax_scale"], deterministic, has_gradient)
+    check_softcap(softcap)
+    check_call(described)
+    methods_for(method, num_ranks, q.shape[2], window, slopes is not None, is_packed)
+    return described, asked, layout, method
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def check_call(described: tuple[Description, ...]) -> None:
+    """Raise unless the tensors of a call fit together."""
+    AttentionCall.dense(*map(operand_of, described))
+    rows, key_rows = (shape[1] for shape, *_ in described[:2])
     if key_rows != rows:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
-    methods_for(method, num_ranks, call.heads_q, window_of(named), slopes is not None, is_packed)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare(call: tuple, seqlen: int, group: dist.ProcessGroup) -> Hops | Ulysses:
+    """Return what computes a call, with all that does not depend on what its tensors hold."""
+    described, asked, layout, method = call
+    ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
+    *_, heads_kv, columns_v = of_v
+    split, window = layout.split(seqlen, group), asked.options.window
+    if rows != (wanted := split.rows[split.rank]):
+        raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
+    if method == "auto":
+        sizes = seqlen, group.size(), heads, heads_kv, columns, columns_v
+        named = {"window_size": window, "has_slopes": described[3] is not None}
+        method = plan(layout, *sizes, **named).method
+    chunks, rank, part = split.chunks, split.rank, KeyPart(asked)
+    ends = layout.cu_seqlens if asked.options.kind == PACKED else ()
+    of_heads = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
+    if method == "ulysses":
+        return ulysses_of(split, part, ends, batch, of_heads, device)
+    joined = Joined.of(batch, *of_heads[1:])
+    if method == "ring":
+        return Hops(split, joined, ring_hops(chunks, rank, part))
+    if not ends:
+        return Hops(split, joined, (dense_hop(chunks, rank, part),))
+    return Hops(split, joined, (packed_hop(split, part, ends, device),))
 
 
 def without_rows(value: object) -> object:

@@ -1,23 +1,23 @@
 """What the ranks of a group send each other: rows, heads, and what they were asked for."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from fa3.complaints import shown
-from fa3.distributed.pieces import Moves, RoundTrip, Runs, exchange_of
+from fa3.distributed.pieces import Runs
 
 Group = dist.ProcessGroup | DeviceMesh | None
-Arriving = tuple[list[Tensor], Callable[[], object]]
-"""Tensors, and what waits for their rows of other ranks'."""
+Messages = Sequence[tuple[int, Tensor]]
+"""Ranks, and tensors for or from them, contiguous."""
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
@@ -46,68 +46,78 @@ class Split:
     chunks: Runs
     group: dist.ProcessGroup
     rank: int
-    rows: list[int]
+    rows: tuple[int, ...]
 
-    @property
-    def everything(self) -> RoundTrip:
-        """How this rank gets all rows, one rank's after another's."""
-        ends = [0, *accumulate(self.rows)]
-        each = tuple((range(*pair),) for pair in pairwise(ends))
-        return exchange_of(each, ((range(ends[-1]),),) * len(each), self.rank)
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
-        (placed,), wait = self.moved(self.everything.there, x)
-        wait()
-        return placed.index_select(1, orders(self.chunks, x.device)[1])
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
-        by_rank = x.float().index_select(1, orders(self.chunks, x.device)[0])
-        trip = self.everything
-        return self.add_back([], trip, self.moved(trip.back, by_rank))[0]
-
-    def moved(self, moves: Moves, *tensors: Tensor, by_heads: bool = False) -> Arriving:
-        """Return the rows that moves bring of the ranks' (batch, rows, ...).
-        This rank's own are in their places at once. By heads, each rank gets its share of heads."""
-        total, sent, received, kept = moves
-        if by_heads:
-            tensors = tuple(x.unflatten(2, (len(self.rows), -1)).movedim(2, 0) for x in tensors)
-            held = [x.transpose(1, 2).contiguous().unbind() for x in tensors]
-        else:
-            held = [(x.transpose(0, 1).contiguous(),) * len(self.rows) for x in tensors]
-        placed = [x[0].new_empty(total, *x[0].shape[1:]) for x in held]
+    def start(self, sent: Messages, received: Messages) -> Callable[[], None]:
+        """Begin to send tensors and to receive others; return what waits for all of them."""
+        messages = [*sent, *received]
+        if not messages:
+            return lambda: None
         # Torch's functions for this cost the host several times as much.
-        group, device = self.group, placed[0].device
-        steps: list[Any] = [(group.send, x[rank][rows], rank) for rank, rows in sent for x in held]
-        steps += [(group.recv, y[places], rank) for rank, places in received for y in placed]
-        is_batch = bool(steps) and group._get_backend(device).supports_coalescing
+        group, device = self.group, messages[0][1].device
+        is_batch = group._get_backend(device).supports_coalescing
         if is_batch:
             group._start_coalescing(device)
-        works = [begin([x], rank, 0) for begin, x, rank in steps]
+        works = [group.send([x], rank, 0) for rank, x in sent]
+        works += [group.recv([x], rank, 0) for rank, x in received]
         if is_batch:
             works = [group._end_coalescing(device)]
-        for rows, places in kept:
-            for x, y in zip(held, placed, strict=True):
-                y[places] = x[self.rank][rows]
 
         def wait() -> None:
             while works:
                 works.pop().wait()
             # Until here nothing else may have the memory of what is sent.
-            steps.clear()
+            messages.clear()
 
-        return [y.transpose(0, 1) for y in placed], wait
+        return wait
 
-    def add_back(self, sums: list[Tensor], trip: RoundTrip, arriving: Arriving) -> list[Tensor]:
-        """Return sums over this rank's rows with what comes back, which may be all there is yet."""
-        parts, wait = arriving
-        wait()
-        sums = sums or [x[:, : self.rows[self.rank]] for x in parts]
-        for (_, rows), (_, places) in zip(trip.there.sent, trip.back.received, strict=True):
-            for total, x in zip(sums, parts, strict=True):
-                total[:, rows] += x[:, places]
-        return sums
+    def whole(self, x: Tensor) -> Tensor:
+        """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
+        most = max(self.rows)
+        padded = F.pad(x.transpose(0, 1), [0, 0] * (x.ndim - 1) + [0, most - x.shape[1]])
+        parts = [torch.empty_like(padded) for _ in self.rows]
+        dist.all_gather(parts, padded, self.group)
+        by_rank = torch.cat([one[:rows] for one, rows in zip(parts, self.rows, strict=True)])
+        return by_rank[orders(self.chunks, x.device)[1]].transpose(0, 1)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
+        dist.all_reduce(x := x.float().contiguous(), group=self.group)
+        rows = [x[:, one.start : one.stop] for one in self.chunks[self.rank]]
+        return torch.cat([x[:, :0], *rows], 1)
+
+
+def rows_at(x: Tensor, messages: Iterable[tuple[int, slice]]) -> list[tuple[int, Tensor]]:
+    """Return messages with the rows of a tensor at their places."""
+    return [(rank, x[places]) for rank, places in messages]
+
+
+class Joined(NamedTuple):
+    """Tensors (batch, rows, heads, columns) in a buffer (rows, batch, all columns)."""
+
+    batch: int
+    sizes: tuple[tuple[int, int], ...]  # heads and columns of each
+    width: int  # columns of all heads of all of them
+
+    @classmethod
+    def of(cls, batch: int, *sizes: tuple[int, int]) -> "Joined":
+        """Return a buffer of tensors with so many heads and columns each."""
+        return cls(batch, sizes, sum([heads * columns for heads, columns in sizes]))
+
+    def empty(self, like: Tensor, rows: int) -> Tensor:
+        """Return a buffer for so many rows."""
+        return like.new_empty(rows, self.batch, self.width)
+
+    def views(self, buffer: Tensor, rows: slice = slice(None)) -> list[Tensor]:
+        """Return some rows of each tensor."""
+        begin, end, _ = rows.indices(len(buffer))
+        step, views = self.batch * self.width, []
+        at = begin * step
+        for heads, columns in self.sizes:
+            shape = self.batch, end - begin, heads, columns
+            views.append(buffer.as_strided(shape, (self.width, step, columns, 1), at))
+            at += heads * columns
+        return views
 
 
 @functools.lru_cache(maxsize=64)

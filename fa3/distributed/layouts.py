@@ -35,7 +35,7 @@ class SequenceLayout:
         """Return a sequence as it is split among the ranks of a group."""
         group = group_of(group)
         chunks = chunks_of(self, seqlen, group.size())
-        return Split(chunks, group, group.rank(), [sum(map(len, held)) for held in chunks])
+        return Split(chunks, group, group.rank(), tuple(sum(map(len, x)) for x in chunks))
 
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""

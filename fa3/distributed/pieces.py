@@ -2,51 +2,50 @@
 
 import functools
 from collections.abc import Iterable
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 
 
-class Moves(NamedTuple):
-    """Where a rank's rows go, and where other rows get to."""
+class RowExchange(NamedTuple):
+    """Where rows get to; their gradients go back the same way."""
 
     total: int  # rows that the rank has in the end
-    sent: tuple[tuple[int, slice], ...]  # other ranks, and rows for them
-    received: tuple[tuple[int, slice], ...]  # other ranks, and places for their rows
     kept: tuple[tuple[slice, slice], ...]  # rows of the rank, and their places
-
-
-class RoundTrip(NamedTuple):
-    """What a rank sends and gets: rows, and their gradients back."""
-
-    # there, back: both ways. What comes back begins with gradients of rows that were kept; then
-    # come gradients of rows that were sent, in the order of `there.sent`.
-    there: Moves
-    back: Moves
+    sent: tuple[tuple[int, slice], ...]  # other ranks, and rows for them, or their places
+    received: tuple[tuple[int, slice], ...]  # other ranks, and places for their rows
 
 
 @functools.lru_cache(maxsize=64)
-def exchange_of(chunks: Runs, wanted: Runs, rank: int) -> RoundTrip:
-    """Return how a rank gets the rows that it wants: all of its own rows, or none of them."""
-    pieces: list[tuple[int, int, slice, slice]] = []
+def exchange_of(chunks: Runs, wanted: Runs, rank: int, is_placed: bool = False) -> RowExchange:
+    """Return how a rank gets the rows that it wants: all of its own rows, or none of them.
+    If they are placed, ranks send rows from where they have put them among those that they want."""
+    kept, sent, received = [], [], []
     for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
         for (chunk, row), (run, place) in product(with_begins(together(held)), with_begins(runs)):
             first, last = max(chunk.start, run.start), min(chunk.stop, run.stop)
-            if first < last and rank in (source, target):
-                rows = slice(first - chunk.start + row, last - chunk.start + row)
-                places = slice(first - run.start + place, last - run.start + place)
-                pieces.append((source, target, rows, places))
-    sent = [(target, rows) for source, target, rows, _ in pieces if target != rank]
-    received = [(source, places) for source, _, _, places in pieces if source != rank]
-    kept = [(rows, places) for source, target, rows, places in pieces if source == target]
-    back: list[tuple[int, slice]] = []
-    end = sum(rows.stop - rows.start for rows, _ in kept)
-    for target, rows in sent:
-        back.append((target, slice(end, end := end + rows.stop - rows.start)))
-    there = Moves(sum(map(len, wanted[rank])), tuple(sent), tuple(received), tuple(kept))
-    returned = Moves(end, there.received, tuple(back), tuple(pair[::-1] for pair in kept))
-    return RoundTrip(there, returned)
+            if first >= last or rank not in (source, target):
+                continue
+            rows = slice(first - chunk.start + row, last - chunk.start + row)
+            places = slice(first - run.start + place, last - run.start + place)
+            if source == target:
+                kept.append((rows, places))
+            elif target == rank:
+                received.append((source, places))
+            elif is_placed:
+                begin = wanted[rank][0].start
+                sent.append((target, slice(first - begin, last - begin)))
+            else:
+                sent.append((target, rows))
+    return RowExchange(sum(map(len, wanted[rank])), tuple(kept), tuple(sent), tuple(received))
+
+
+def everything_of(rows: tuple[int, ...], rank: int, is_placed: bool) -> RowExchange:
+    """Return how a rank gets all rows, one rank's after another's, if the ranks have so many."""
+    ends = list(accumulate(rows, initial=0))
+    each = tuple((range(*pair),) for pair in pairwise(ends))
+    return exchange_of(each, ((range(ends[-1]),),) * len(rows), rank, is_placed)
 
 
 def together(runs: Iterable[range]) -> tuple[range, ...]:
