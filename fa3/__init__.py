@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fa3.calls.forward import flash_attn_func as flash_attn_func
     from fa3.calls.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
     from fa3.calls.passes import flash_attn_backward as flash_attn_backward
+    from fa3.calls.quantize import quantize as quantize
     from fa3.calls.scheduler_metadata import SchedulerMetadata as SchedulerMetadata
     from fa3.calls.scheduler_metadata import get_scheduler_metadata as get_scheduler_metadata
     from fa3.calls.varlen import flash_attn_varlen_func as flash_attn_varlen_func
@@ -54,6 +55,7 @@ HOMES = {
     "flash_attn_with_kvcache": "fa3.calls.kvcache",
     "get_scheduler_metadata": "fa3.calls.scheduler_metadata",
     "plan_forward": "fa3.planning.planner",
+    "quantize": "fa3.calls.quantize",
     "record_timeline": "fa3.tools.recording",
     "warmup": "fa3.tools.warmup",
 }

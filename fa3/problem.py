@@ -161,7 +161,8 @@ class Problem:
 
         Args:
             q, k, v: tensors, or their shapes (batch, seqlen, heads, head_dim).
-            dtype: "bfloat16" or "float16" where q, k and v are shapes; bfloat16 by default.
+            dtype: "bfloat16", "float16" or "float8_e4m3fn" where q, k and v are shapes; bfloat16 by
+                default.
             causal, window_size, softcap, alibi_slopes, sinks, score, mask, dropout_p: as
                 `flash_attn_func` takes them. Where q is a shape, their tensors are on the CPU.
 

@@ -229,6 +229,48 @@ def test_scales_may_be_views_and_may_be_left_out(where):
     assert fa3.flash_attn_func(q, k, v, **scales, out=into) is into and torch.equal(into, out)
 
 
+def test_the_output_may_be_in_fp16(where):
+    q, k, v = (drawn(2, 100, 4, 64, seed=i, where=where).to(E4M3) for i in range(3))
+    right = fa3.flash_attn_func(q, k, v, causal=True)
+    out = torch.empty(2, 100, 4, 64, dtype=torch.float16, device=where)
+    assert fa3.flash_attn_func(q, k, v, causal=True, out=out) is out
+    assert (out - right).abs().max() <= 2.0**-7 * right.abs().max()
+    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 100, 200])
+    ends, out_of_rows = ends.int().to(where), torch.empty_like(out).flatten(0, 1)
+    arguments = *rows, ends, ends, 100, 100
+    fa3.flash_attn_varlen_func(*arguments, causal=True, out=out_of_rows)
+    assert torch.equal(out_of_rows, out.flatten(0, 1))
+    for call, other in (
+        (lambda out: fa3.flash_attn_func(q, k, v, out=out), torch.float32),
+        (lambda out: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, out=out), torch.float16),
+    ):
+        with pytest.raises(TypeError, match=r"out must be torch.bfloat16 with q in"):
+            call(out.to(other))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_torch_compile(is_packed, where):
+    q, k, v = (drawn(200, 4, 64, seed=i, where=where).to(E4M3) for i in range(3))
+    ends = torch.tensor([0, 60, 200], dtype=torch.int32, device=where)
+    scales = {name: torch.full((2 if is_packed else 1, 4), 0.5, device=where) for name in NAMES}
+
+    def attend(q, k, v, **scales):
+        if is_packed:
+            call = q, k, v, ends, ends, 140, 140
+            return fa3.flash_attn_varlen_func(*call, return_lse=True, **scales)
+        return fa3.flash_attn_func(q[None], k[None], v[None], return_lse=True, **scales)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(q, k, v, **scales), attend(q, k, v, **scales), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_problems_of_shapes():
+    shapes = (2, 100, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64)
+    of_tensors = Problem.of(*(torch.zeros(shape).to(E4M3) for shape in shapes), causal=True)
+    assert Problem.of(*shapes, causal=True, dtype=FP8) == of_tensors
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["single", "dynamic", "list", "split"])
 def test_schedules(schedule):

@@ -61,6 +61,7 @@ MODELS = {
     "both sides": Model(16, 4, 64, 64, windows=(Window(127, 128),)),
     "all keys": Model(8, 8, 64, 128, windows=(Window(),)),
     "sliding, MQA": Model(8, 1, 256, 256, windows=(sliding(512),), softcap=30.0),
+    "FP8": Model(16, 4, 128, 128, "float8_e4m3fn", has_fp8_cache=True),
 }
 
 
@@ -79,6 +80,8 @@ def loaded(monkeypatch) -> dict:
         monkeypatch.setattr(module, "load_kernel", load)
     for module in (decode, packed_calls, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    # It would make a tensor on the GPU.
+    monkeypatch.setattr(kvcache, "Scales", SimpleNamespace(on=lambda *arguments: None))
     return found
 
 
@@ -122,7 +125,7 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
         if isinstance(attends, PackedCall):
             attends.prepared(SPLIT, 0)
         assert loaded.keys() <= compiled, (window, *sizes)
-    assert len(loaded) > 2
+    assert len(loaded) > (1 if model.is_fp8 else 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,10 +149,10 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
         )  # fmt: skip
         call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
         call.prepared(SPLIT, 0)
-        for queries, overlaps_forward in product(QUERIES, (False, True)):
+        for queries, overlaps_forward in product(() if model.is_fp8 else QUERIES, (False, True)):
             call.prepared(BOTH if overlaps_forward else DECODE, queries)
         assert loaded.keys() <= compiled, window
-    assert len(loaded) > 4
+    assert len(loaded) > (3 if model.is_fp8 else 4)
 
 
 MODEL = PRESETS["llama3-8b"]

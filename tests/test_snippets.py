@@ -27,6 +27,7 @@ PAGES = [
     "docs/training.md",
     "docs/decoding.md",
     "docs/packed.md",
+    "docs/fp8.md",
     "docs/distributed.md",
     "docs/planning.md",
     "docs/scores-and-masks.md",

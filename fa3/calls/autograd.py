@@ -14,6 +14,7 @@ from torch._C import _are_functorch_transforms_active
 
 from fa3.calls.backward import BackwardCall
 from fa3.calls.eager import in_memory
+from fa3.calls.operands import FP8_DTYPE
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted
 from fa3.reference.dropout import Dropout
 from fa3.scores.scores import Score
@@ -47,6 +48,8 @@ def check_differentiable(
     pack_gqa: bool | None = None,
 ) -> None:
     """Raise unless a call that wants a gradient can have one."""
+    if q.dtype == FP8_DTYPE:
+        raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
     if out is score is None and not pack_gqa and not _are_functorch_transforms_active():
         return
     given = {"q": q, "k": k, "v": v, "sinks": sinks}

@@ -337,7 +337,7 @@ class AttentionCall(
             return spec
         if options.has_dropout:
             raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
-        return replace(spec, dtype=FP8, fp8_out=spec.dtype)
+        return replace(spec, dtype=FP8, fp8_out=options.fp8_out)
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
         """What is compiled for packed sequences, and the bounds that any lengths may have."""

@@ -41,7 +41,7 @@ from fa3.calls.operands import (
     hide_all_keys,
     operand_of,
 )
-from fa3.calls.operators import check_traceable, trace_attention
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     DENSE,
     FROM_FLASH_ATTENTION_2,
@@ -251,11 +251,11 @@ def flash_attn_func(
     if not (schedule is plan is None):
         check_choices(schedule, plan)
     if is_traced(q):
-        check_traceable(q, descales)
         return trace_attention(
-            DENSE, window_size, given, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks,
-            out=out, softmax_scale=softmax_scale, score=score, mask=mask, schedule=schedule,
-            plan=plan, rng_state=rng_state,
+            DENSE, window_size, given, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, alibi_slopes=alibi_slopes, sinks=sinks, out=out,
+            softmax_scale=softmax_scale, score=score, mask=mask, schedule=schedule, plan=plan,
+            rng_state=rng_state,
         )  # fmt: skip
     tensors = q, k, v, alibi_slopes, sinks, *descales
     try:
@@ -264,7 +264,7 @@ def flash_attn_func(
         describe_dense(tensors)  # says what is no tensor
         raise
     checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
-    checked, function_tensors = with_functions(checked, q, score, mask)
+    checked, function_tensors = with_functions(checked, q, score, mask, out)
     read = modifier_tensors(alibi_slopes, function_tensors, sinks)
     options, returns_lse, deterministic, dropout_p, _ = checked
     dropout = dropout_of(dropout_p, rng_state, q)
@@ -273,8 +273,6 @@ def flash_attn_func(
     if assertions.ASSERTIONS and not options.softcap and call.scales is None:
         assertions.check_scores(q, k, scale)
     if has_gradient:
-        if call.scales is not None:
-            raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
         check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
         num_sms = 0 if call.plan is None else call.plan.gpu.num_sms
         backward = BackwardCall(call.problem, None, scale, deterministic, num_sms)
@@ -284,7 +282,7 @@ def flash_attn_func(
     if out is not None:
         names = *TENSORS_OF_DENSE, *function_names(options)
         others = *tensors, *function_tensors
-        check_out(out, call.output.shape, q, names, others)
+        check_out(out, call.output.shape, q, names, others, call.problem.spec.out_dtype)
     out, lse = call.attend(q, k, v, read, out, returns_lse, scale, dropout, descales)
     return (out, lse) if returns_lse else out
 

@@ -4,7 +4,7 @@
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,19 +81,26 @@ def functions_of(
 
 
 def with_functions(
-    checked: Checked, q: torch.Tensor, score: Score | None, mask: Mask | None
+    checked: Checked,
+    q: torch.Tensor,
+    score: Score | None,
+    mask: Mask | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[Checked, tuple[torch.Tensor, ...]]:
-    """Options of a call with the user's score and mask, and the tensors of these."""
+    """Options of a call with the user's score and mask, and the tensors of these.
+    From FP8 to fp16, also the dtype of the output: by default it follows from q."""
+    if out is not None and getattr(out, "dtype", None) == torch.float16 != q.dtype:
+        checked = joined_options(checked, fp8_out="float16")
     if score is mask is None:
         return checked, ()
     describe("q", q, ALIGNMENT, True)
     functions, tensors = functions_of(q, score, mask)
-    return joined_options(checked, functions), tensors
+    return joined_options(checked, functions=functions), tensors
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def joined_options(checked: Checked, functions: ModifierSpec) -> Checked:
-    options = checked.options._replace(functions=functions)
+def joined_options(checked: Checked, **others: Any) -> Checked:
+    options = checked.options._replace(**others)
     return checked._replace(options=options, latest=latest_call(options))
 
 

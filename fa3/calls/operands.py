@@ -189,6 +189,7 @@ def check_out(
     # names, tensors: what else the call uses; None where none is given.
     names: tuple[str, ...],
     tensors: tuple[torch.Tensor | None, ...],
+    dtype: str | None = None,  # of the output, where it does not follow from the dtype of q
 ) -> None:
     """Raise unless a call on q can write its output to a tensor of the caller's."""
     description = describe("out", out)
@@ -196,16 +197,20 @@ def check_out(
     is_like_q = (out.dtype, out.device) == (dtype_of_output(q.dtype), q.device)
     if not (is_like_q and out.shape == shape and out.is_contiguous()):
         # Nearly all outputs are spared this.
-        check_output(Operand(*description), shape, Operand(*describe("q", q, ALIGNMENT, True)))
+        operand_q = Operand(*describe("q", q, ALIGNMENT, True))
+        check_output(Operand(*description), shape, operand_q, dtype)
     check_apart("out", out, names, tensors)
 
 
-def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
+def check_output(
+    out: Operand, shape: tuple[int, ...], q: Operand, dtype: str | None = None
+) -> None:
     """Raise unless the output of a call on q can lie like this."""
     is_packed = len(shape) == len(PACKED_DIMENSIONS)
     if q.dtype == FP8_DTYPE:
-        if out.dtype != torch.bfloat16:
-            raise TypeError(f"out must be torch.bfloat16 with q in {q.dtype}, got {out.dtype}")
+        accepted = dtype_of_output(q.dtype) if dtype is None else getattr(torch, dtype)
+        if out.dtype != accepted:
+            raise TypeError(f"out must be {accepted} with q in {q.dtype}, got {out.dtype}")
         q = q._replace(dtype=out.dtype)
     check_like_q("out", out, q, PACKED_DIMENSIONS if is_packed else DIMENSIONS)
     if is_packed:

@@ -41,7 +41,6 @@ from fa3.calls.autograd import (
 )
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
-    DESCALE_NAMES,
     TENSORS,
     AttentionCall,
     Described,
@@ -211,11 +210,10 @@ def fake_attention(
     # What can be seen while a graph is traced, with no guard on a size.
     for name, operand in zip(names, operands, strict=True):
         check_rank(name, operand, PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
-        if operand.dtype != FP8_DTYPE:
+        # A cache may be FP8 with queries in 16 bits.
+        if function != CACHED or operand.dtype != FP8_DTYPE:
             check_same_kind(name, operand, operands[0])
-    # A cache may be FP8, and with it queries.
-    is_fp8 = q.dtype == k.dtype == FP8_DTYPE
-    check_dtype("q", operands[0], *DTYPES, *[FP8_DTYPE] * is_fp8)
+    check_dtype("q", operands[0], *DTYPES, FP8_DTYPE)
     *batch, rows, heads, _ = q.shape
     shape = (*batch, rows, heads, v.shape[-1]) if rest.get("out") is None else (0,)
     out = q.new_empty(shape, dtype=dtype_of_output(q.dtype))
@@ -465,15 +463,6 @@ ALWAYS_NONE = {
     CACHED: ("cu_seqlens_q", "rotary_seqlens"),
 }
 """Arguments of functions that no operator takes."""
-
-
-def check_traceable(q: torch.Tensor, descales: tuple[torch.Tensor | None, ...]) -> None:
-    """Raise unless a call can be traced by torch.compile."""
-    if q.dtype == FP8_DTYPE:
-        raise NotImplementedError(f"q must be in 16 bits while a graph is traced, got {q.dtype}")
-    for name, descale in zip(DESCALE_NAMES, descales, strict=True):
-        if descale is not None:
-            raise ValueError(f"{name} must be None with q in {q.dtype}")
 
 
 def trace_attention(

@@ -106,6 +106,7 @@ class Options(NamedTuple):
     metadata: Any = None  # the `SchedulerMetadata` of a call on a cache or on packed sequences
     functions: Any = None  # the `ModifierSpec` of the user's score and mask; None without
     kind: str = CACHED  # of calls
+    fp8_out: str = "bfloat16"  # dtype of the output of q, k and v in FP8
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

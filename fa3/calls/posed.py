@@ -8,7 +8,7 @@ import torch
 
 from fa3.calls.call import AttentionCall
 from fa3.calls.modifiers import describe_modifier, functions_of
-from fa3.calls.operands import ALIGNMENT, DTYPES, Operand, check_rank, describe
+from fa3.calls.operands import ALIGNMENT, DTYPES, FP8_DTYPE, Operand, check_rank, describe
 from fa3.calls.options import (
     Options,
     as_pair,
@@ -19,7 +19,7 @@ from fa3.calls.options import (
     integer,
     real,
 )
-from fa3.problem import HEAD_DIM_UNIT, Problem
+from fa3.problem import FP8, HEAD_DIM_UNIT, Problem
 
 
 def problem_posed_by(
@@ -59,7 +59,7 @@ def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | N
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"{name} must be a torch.Tensor or a shape, got {type(given).__name__}")
     shape = tuple(integer(name, size, 0) for size in given)
-    types = {known: kind for kind, known in DTYPES.items()}
+    types = {known: kind for kind, known in (DTYPES | {FP8_DTYPE: FP8}).items()}
     if dtype is not None and dtype not in types:
         raise ValueError(f"dtype must be one of {list(types)}, got {dtype!r}")
     rows = *shape[:-1], -(-shape[-1] // HEAD_DIM_UNIT) * HEAD_DIM_UNIT if shape else 0

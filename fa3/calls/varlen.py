@@ -39,7 +39,7 @@ from fa3.calls.eager import is_traced
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
 from fa3.calls.operands import check_out, used_queries
-from fa3.calls.operators import check_traceable, trace_attention
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     PACKED,
     PAGED,
@@ -203,10 +203,9 @@ def flash_attn_varlen_func(
         pack_gqa is None or share_heads(q, k),
     )  # fmt: skip
     if is_traced(q):
-        if kind == PACKED:
-            check_traceable(q, descales)
         return trace_attention(
-            kind, window_size, given, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
+            kind, window_size, given, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
             alibi_slopes=alibi_slopes, sinks=sinks, score=score, mask=mask, out=out,
@@ -222,7 +221,7 @@ def flash_attn_varlen_func(
     checked = options_of(
         kind, seqused_q, window_size, given, False, (most_queries, scheduler_metadata)
     )
-    checked, function_tensors = with_functions(checked, q, score, mask)
+    checked, function_tensors = with_functions(checked, q, score, mask, out)
     if page_table is not None:
         tensors = (
             q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
@@ -273,8 +272,6 @@ def attend_packed_call(
     run = call, integers, sizes, scale, dropout, scales
     read = modifier_tensors(slopes, function_tensors, sinks)
     if wants_gradient(q, k, v, sinks):
-        if scales is not None:
-            raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
         scores = None if options.functions is None else options.functions.scores or None
         check_differentiable(q, k, v, sinks, scores, out)
         spec, window, gpu = call.signature.spec, call.signature.window, call.signature.gpu
@@ -286,7 +283,8 @@ def attend_packed_call(
         names = ("q", "k", "v", *LENGTHS_OF_PACKED, "alibi_slopes", "sinks", *DESCALE_NAMES)
         others = *tensors, *function_tensors
         shape = *q.shape[:2], call.signature.spec.head_dim_v
-        check_out(out, shape, q, (*names, *function_names(options)), others)
+        names = *names, *function_names(options)
+        check_out(out, shape, q, names, others, call.signature.spec.out_dtype)
     out, lse = attend_packed(run, q, k, v, read, out, returns_lse, False)
     return (out, lse) if returns_lse else out
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fa3.problem import FP8_UNIT, Problem, Window
+from fa3.problem import FP8, FP8_UNIT, Problem, Window
 
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}  # the command line's names of dtypes
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e4m3": FP8}
+"""The command line's names of dtypes."""
+
 CACHE_DTYPES = "auto", "fp8"  # of a cache: the model's dtype, or float8_e4m3fn
 
 ROTARIES = {"halves": False, "pairs": True, "none": None}
@@ -54,7 +56,17 @@ class Model:
     windows: tuple[Window, ...] = (CAUSAL,)  # what its layers see; several if they differ
     softcap: float = 0.0  # bound of the scores; 0 for none
     sinks: bool = False  # whether heads have sinks
-    has_fp8_cache: bool = False  # whether its cache is float8_e4m3fn
+    has_fp8_cache: bool = False  # whether its cache is float8_e4m3fn, as q, k and v may be
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether q, k and v are FP8."""
+        return self.dtype == FP8
+
+    @property
+    def out_dtype(self) -> str:
+        """Dtype of the output, and of tokens that are appended."""
+        return "bfloat16" if self.is_fp8 else self.dtype
 
     def check(self) -> None:
         """Raise ValueError unless there are kernels for such a model."""

@@ -95,6 +95,8 @@ def explained(
 ) -> tuple[Plan | DecodePlan | None, PlanDescription]:
     """How the call runs that the options name: the plan of a call without gradients, and what
     there is to say."""
+    if problem.spec.is_fp8 and options.call in ("cache", "backward"):
+        raise ValueError(f"--dtype e4m3 goes with --call dense or packed, got {options.call}")
     if options.call == "backward":
         return None, explain_backward(problem, gpu)
     if options.call == "packed":

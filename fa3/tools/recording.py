@@ -4,6 +4,7 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import prepare_plan, values_of_dense
+from fa3.calls.scales import Scales
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
 from fa3.planning.plan import Plan, check_plan
@@ -85,7 +86,7 @@ def check_recordable(problem: Problem) -> None:
 def random_operands(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Draw q, k and v from the normal distribution."""
     spec, batch = problem.spec, problem.batch
-    dtype = getattr(torch, spec.dtype)
+    dtype, drawn = getattr(torch, spec.dtype), getattr(torch, spec.out_dtype)
     generator = torch.Generator(device).manual_seed(0)
     shapes = (
         (batch, problem.seqlen_q, problem.num_heads_q, spec.head_dim),
@@ -93,7 +94,8 @@ def random_operands(problem: Problem, device: torch.device) -> tuple[torch.Tenso
         (batch, problem.seqlen_k, problem.num_heads_kv, spec.head_dim_v),
     )
     return tuple(
-        torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes
+        torch.randn(shape, dtype=drawn, device=device, generator=generator).to(dtype)
+        for shape in shapes
     )
 
 
@@ -101,16 +103,18 @@ def run_recorded(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, list[Note]]:
     """Run the instrumented kernel `RUNS` times; return the output and the last run's notes."""
-    out, head_dim = q.new_empty(*q.shape[:3], v.shape[-1]), q.shape[-1]
+    spec, head_dim, descales = plan.problem.spec, q.shape[-1], None
+    if spec.is_fp8:
+        descales = Scales.on(q.device, (k.shape[0], k.shape[2]), True).of(None, None, None)
+    out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=getattr(torch, spec.out_dtype))
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     words = HEADER + rows * len(Note._fields)
     recording = torch.empty(words, dtype=torch.int64, device=q.device)
     prepared = prepare_plan(plan, q.device, is_recorded=True)
     for _ in range(RUNS):
         recording.zero_()
-        prepared.run(
-            values_of_dense(q, k, v, out, None, None, head_dim**-0.5) | {"recording": recording}
-        )
+        values = values_of_dense(q, k, v, out, None, None, head_dim**-0.5, descales=descales)
+        prepared.run(values | {"recording": recording})
     count, *numbers = recording.tolist()
     width = len(Note._fields)
     return out, [Note(*numbers[i * width : (i + 1) * width]) for i in range(count)]

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from fa3.planning.explanation import describe_problem, duration
 from fa3.planning.gpu import Gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
-from fa3.problem import AttentionSpec, Problem
+from fa3.problem import Problem
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.scores.masks import Band
 from fa3.tools.compile_pool import check_folder, compile_all
@@ -82,7 +83,8 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     """Return the planner's choice, then the plans that are predicted to be the next fastest.
     Raises ValueError if the problem has more than a mask, or nothing to compute."""
     spec = problem.spec
-    plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band.of(problem.window))
+    mask = Band.of(problem.window)
+    plain = replace(spec, mask=mask, scores=(), sinks=None, has_dropout=False)
     if spec != plain or not problem.flops:
         raise ValueError(
             "problems must have something to compute, and neither scores, sinks, dropout nor masks "

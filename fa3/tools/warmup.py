@@ -27,7 +27,7 @@ from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import CACHE, PACKED, Signature, launches_of_route
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.problem import FP8, NO_BOUND, AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.schedules.sequences import LONGEST
@@ -120,8 +120,9 @@ def warmup(
         preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`
             of a causal decoder. It says sizes, mask, softcap and sinks; other options go first.
         head_dim_v: columns of v; head_dim if not given.
-        dtype: bfloat16 or float16, also bf16 or fp16; by default the dtype of a
-            `config.json`, or else bfloat16.
+        dtype: bfloat16, float16 or float8_e4m3fn, also bf16, fp16 or e4m3; by default the dtype of
+            a `config.json`, or else bfloat16. With float8_e4m3fn so are caches, and tokens are
+            appended to them from bfloat16.
         causal: whether keys after a query's own position are hidden.
         window_size: keys that a query sees before and after its own position, as (left, right), if
             the model has a window; -1 for all. causal sets right to 0.
@@ -257,21 +258,23 @@ def kernels_of(
             if "paged" in calls and page_size:
                 yield from paged_kernels(model, window, page_size)
             if "cache" in calls:
-                cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache)
+                cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
                 # With tiles cut, and whole.
                 yield from kernels_on_cache(model, window, cache)
                 yield from kernels_on_cache(model, window, cache, num_splits=1)
                 head_dims = model.head_dim, model.head_dim_v
                 options = {"batch_indexed": False, "ragged": False, "fp8": cache.is_fp8}
-                yield Append(model.dtype, *head_dims, page_size > 0, rotary=rotary, **options)
+                yield Append(model.out_dtype, *head_dims, page_size > 0, rotary=rotary, **options)
 
 
-def spec_of(model: Model, window: Window) -> AttentionSpec:
-    """What a layer with this window computes."""
+def spec_of(model: Model, window: Window, on_cache: bool = False) -> AttentionSpec:
+    """What a layer with this window computes: on a cache in 16 bits, also with queries in FP8."""
     scores = (Template.of(Softcap(float(model.softcap))),) if model.softcap else ()
-    sinks = model.dtype if model.sinks else None
+    sinks = model.out_dtype if model.sinks else None
     head_dims = model.head_dim, model.head_dim_v
-    return AttentionSpec(model.dtype, *head_dims, Band.of(window), scores, sinks)
+    spec = AttentionSpec(model.out_dtype, *head_dims, Band.of(window), scores, sinks)
+    is_fp8 = model.is_fp8 and not on_cache
+    return replace(spec, dtype=FP8, fp8_out=spec.dtype) if is_fp8 else spec
 
 
 def known_gpus() -> list[Gpu]:
@@ -288,7 +291,7 @@ def dense_kernels(model: Model) -> Iterator[Kernel]:
     for gpu in known_gpus():
         for problem in problems_of(model):
             yield from (one.kernel for one in plan_forward(problem, gpu).launches())
-    for window in model.windows:
+    for window in () if model.is_fp8 else model.windows:
         yield from kernels_on_cache(model, window, CacheLayout(has_seqlens=False))
 
 
@@ -317,13 +320,13 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
     """What is launched for packed queries on pages, be they few of a sequence or many."""
-    cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache)
+    cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
     yield from kernels_on_cache(model, window, cache, is_packed=True)
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
         tight = window.tighten(*sizes)
         heads = model.heads_q, model.heads_kv
-        signature = Signature(CACHE, spec_of(model, tight), tight, *heads, H200, cache=cache)
+        signature = Signature(CACHE, spec_of(model, tight, True), tight, *heads, H200, cache=cache)
         if signature.may_have_both:
             launches = signature.launches() + signature.launches(splits=True)
             yield from (one.kernel for one in launches)
@@ -341,10 +344,11 @@ def kernels_on_cache(
     """What is launched for calls with these options on a cache, whatever its lengths."""
     heads = model.heads_kv, model.heads_q // model.heads_kv
     kinds = {"is_packed": is_packed, "overlaps_forward": overlaps_forward}
+    kinds["has_fp8_q"] = model.is_fp8
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
     for capacity in (1, LONGEST):
         tight = Sizes(1, 1, *heads, capacity).bounds(window)
-        problem = Problem(spec_of(model, tight), 1, 1, capacity, *heads, tight)
+        problem = Problem(spec_of(model, tight, True), 1, 1, capacity, *heads, tight)
         # After a kernel that appends, tiles are cut otherwise. With many parts others merge.
         many = DecodePlan.of(problem, H200, cache, num_splits, appends=True, **kinds)
         few = DecodePlan.of(replace(problem, seqlen_k=1), H200, cache, num_splits, **kinds)
@@ -357,7 +361,7 @@ def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | N
     Its tables have a dtype, by default the model's."""
     interleaved = ROTARIES[one_of("rotary", rotary, ROTARIES)]
     if dtype is not None:
-        one_of("rotary_dtype", dtype, (model.dtype, "float32"))
+        one_of("rotary_dtype", dtype, (model.out_dtype, "float32"))
     if interleaved is None:
         return None
     if model.head_dim % ROTARY_UNIT:
@@ -365,4 +369,4 @@ def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | N
             f"rotary must be 'none' with head_dim {model.head_dim}, got {rotary!r}: an embedding "
             f"turns a multiple of {ROTARY_UNIT} columns"
         )
-    return Rotary(model.head_dim, interleaved, dtype or model.dtype)
+    return Rotary(model.head_dim, interleaved, dtype or model.out_dtype)

@@ -1,0 +1,178 @@
+"""`quantize`: q, k and v from 16 bits to FP8, with the scales that calls in FP8 take."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from fa3.calls.assertions import is_visible
+from fa3.calls.call import (
+    TENSORS,
+    AttentionCall,
+    Described,
+    check_sizes,
+    check_tensors,
+    check_totals,
+    describe_tensors,
+    packed_tensors,
+    without_lengths,
+)
+from fa3.calls.eager import cannot_be_traced, is_traced
+from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
+from fa3.calls.operators import refuse_gradients
+from fa3.calls.options import DENSE, PACKED, flag
+from fa3.calls.values import check_lengths
+from fa3.kernels.quantize import Quantize, visits
+from fa3.problem import FP8_HEAD_DIM_UNIT, REMEMBERED
+from fa3.reference.quantize import quantize_rows
+from fa3.running.compiler import load_kernel
+from fa3.settings import check_settings
+
+
+class Quantized(NamedTuple):
+    """What `quantize` returns: arguments of calls in FP8, by their names."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+
+
+def quantize(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    smooth_k: bool = False,
+    hadamard: bool = False,
+) -> Quantized:
+    """Round q, k and v to FP8 (e4m3), with a scale for each sequence and key/value head.
+
+    A descale is the largest magnitude that it stands for, divided by 448, the largest number in
+    e4m3, in float32; at least 2**-40. Query heads of one key/value head share a scale. Runs on the
+    current stream of the tensors' GPU, in one kernel; the host reads nothing.
+
+        fa3.flash_attn_func(**fa3.quantize(q, k, v)._asdict(), causal=True)
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 32 up
+            to 256. Or packed, (total_q, heads_q, head_dim). Finite.
+        k: (batch, seqlen_k, heads_kv, head_dim), or packed; like q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), or packed; like q.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32, of packed sequences, as
+            `flash_attn_varlen_func` takes them.
+        smooth_k: whether each sequence and head of k loses its mean over the keys, in float32. That
+            subtracts softmax_scale * (q . mean) from all scores of a query: out stays the same, and
+            the log-sum-exp is smaller by that much. Not with softcap, sinks or a score of your own,
+            which do not allow it.
+        hadamard: whether q and k are rotated: some columns are negated, always the same ones, then
+            blocks of columns go through a Hadamard transform that keeps lengths. A block is as long
+            as the largest power of two that divides head_dim. Scores stay the same, and outliers
+            are spread over a block.
+
+    Returns:
+        q, k and v in float8_e4m3fn, contiguous, and q_descale, k_descale and v_descale,
+        (batch, heads_kv), float32, as a named tuple. Rows that belong to no sequence hold anything.
+        v lies as the caller's does: the attention kernel transposes it.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong value, shape, layout or device, or requires grad.
+        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
+
+    Source: Shah et al., FlashAttention-3 (arXiv 2407.08608); Zhang et al., SageAttention
+        (arXiv 2410.02367).
+    """
+    smooth_k, hadamard = flag("smooth_k", smooth_k), flag("hadamard", hadamard)
+    if is_traced(q):
+        raise cannot_be_traced()
+    refuse_gradients({"q": q, "k": k, "v": v})
+    ends = cu_seqlens_q, cu_seqlens_k
+    is_packed = not (cu_seqlens_q is cu_seqlens_k is None)
+    if is_packed:
+        described = describe_tensors(PACKED, packed_tensors(q, k, v, *ends, *[None] * 7))
+        batch = check_sizes(described)
+        totals = check_totals(q.shape, k.shape, v.shape, batch)
+        if is_visible(cu_seqlens_q):
+            check_lengths((*ends, None, None), totals, totals)
+        described = without_lengths(described)
+    else:
+        described = describe_tensors(DENSE, (q, k, v, *[None] * (len(TENSORS) - 3)))
+    kernel = prepare_quantize(described, is_packed, smooth_k, hadamard)
+    means = means_of(k, cu_seqlens_k) if smooth_k else None
+    descales = q.new_empty(3, batch if is_packed else q.shape[0], k.shape[-2], dtype=torch.float32)
+    codes = (torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device) for x in (q, k, v))
+    quantized = Quantized(*codes, *descales)
+    if not descales.numel():
+        return quantized
+    if kernel is None and is_packed:
+        write_one_by_one((q, k, v), quantized, ends, smooth_k, hadamard)
+    elif kernel is None:
+        quantize_rows(q, quantized.q, quantized.q_descale, None, hadamard)
+        quantize_rows(k, quantized.k, quantized.k_descale, means, hadamard)
+        quantize_rows(v, quantized.v, quantized.v_descale, None, False)
+    else:
+        rows = sum(x.numel() // x.shape[-1] for x in (q, k, v))
+        sizes = visits(rows // descales.numel(), q.shape[-1], descales.numel())
+        counters = torch.zeros(descales.numel(), 2, dtype=torch.int32, device=q.device)
+        call = q, k, v, *quantized[:3], tuple(descales), counters, means, *ends, *sizes
+        with torch.cuda.device(q.device):
+            kernel(*call)
+    return quantized
+
+
+def means_of(k: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    """The means of the keys of sequences, (batch, heads_kv, head_dim) float32."""
+    if ends is None:
+        return k.mean(1, dtype=torch.float32)
+    row = torch.arange(k.shape[0], device=k.device)
+    is_in = (row >= ends[:-1, None]) & (row < ends[1:, None])
+    used = k.float().masked_fill(~is_in.any(0)[:, None, None], 0.0)
+    shares = is_in / is_in.sum(1, keepdim=True).clamp(min=1)
+    return (shares @ used.flatten(1)).unflatten(1, k.shape[1:])
+
+
+def write_one_by_one(
+    tensors: tuple[torch.Tensor, ...],  # q, k and v
+    quantized: Quantized,
+    ends: tuple[torch.Tensor, torch.Tensor],  # cu_seqlens_q and cu_seqlens_k
+    smooth_k: bool,
+    hadamard: bool,
+) -> None:
+    """Quantize packed sequences on the CPU."""
+    for n, cuts in enumerate(zip(*(itertools.pairwise(one.tolist()) for one in ends), strict=True)):
+        places = [slice(*cuts[i]) for i in (0, 1, 1)]
+        rows = (tensor[None, place] for tensor, place in zip(tensors, places, strict=True))
+        one = quantize(*rows, smooth_k=smooth_k, hadamard=hadamard)
+        for i, place in enumerate(places):
+            quantized[i][place] = one[i][0]
+            quantized[3 + i][n] = one[3 + i][0]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare_quantize(
+    described: Described, is_packed: bool, smooth_k: bool, hadamard: bool
+) -> Callable | None:
+    """Validate a call and load its kernel; None on the CPU."""
+    check_settings()
+    call = AttentionCall.of(described, PACKED if is_packed else DENSE)
+    check_dtype("q", call.q, *DTYPES)
+    check_tensors(call)
+    for name, operand in (("q", call.q), ("v", call.v)):
+        if operand.shape[-1] % FP8_HEAD_DIM_UNIT:
+            raise ValueError(
+                f"{name} has head_dim {operand.shape[-1]}, supported in FP8 are multiples of "
+                f"{FP8_HEAD_DIM_UNIT}"
+            )
+    if call.q.device.type == "cpu":
+        return None
+    group = call.heads_q // max(1, call.heads_kv)
+    head_dims = call.head_dim, call.head_dim_v
+    kinds = group, is_packed, smooth_k, hadamard
+    return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds))

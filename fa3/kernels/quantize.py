@@ -1,0 +1,278 @@
+"""Quantize: rounds q, k and v to e4m3, with a scale for each sequence and key/value head.
+
+All rows that share a scale are a *unit*: of q the rows of a group of heads, of k and v of one head.
+The same number of CTAs visits each unit twice. In the first visit they find the largest magnitude,
+and count themselves. In the second visit they wait until all have, divide by the scale and round.
+The second visit comes so soon that L2 still has the rows:
+
+    first visits of the first `ahead` units
+    second visit of unit 0, first visit of unit `ahead`, second visit of unit 1, ...
+    second visits of the last units
+
+First visits wait for nothing, and CTAs start in the order of their numbers: no deadlock.
+
+Optional, in both visits: K loses its mean, which comes with the launch, and Q and K are rotated.
+
+Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, for the rotation.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from fa3.kernels.kernel_base import KernelBase
+from fa3.primitives import arguments
+from fa3.primitives.fp8_blocks import float_bits
+from fa3.primitives.vectors import VECTOR, vector_of
+from fa3.primitives.wgmma import WARP
+from fa3.problem import FP8
+
+QUANTIZE_THREADS = 256
+VECTORS_AT_ONCE = 4  # vectors that a thread loads at once, of other rows each
+
+MOST = 448.0  # the largest number in e4m3
+LEAST_SCALE = 2.0**-40  # so that a product of three scales does not vanish in fp32
+
+FIRST_VISITS = 512
+"""CTAs of first visits that come before second visits: about half of those that run at once."""
+
+HASH = 0x9E3779B1
+"""A vector's number + 1, times this: in the upper 8 bits, which of its columns are negated."""
+
+
+def mixed_columns(columns: int) -> int:
+    """Columns that a rotation mixes: the largest power of two that divides them."""
+    return columns & -columns
+
+
+def visits(rows: int, columns: int, units: int) -> tuple[int, int]:
+    """CTAs of a visit, and first visits that come first; units have so many rows on average."""
+    ctas = -(-rows * columns // (QUANTIZE_THREADS * VECTORS_AT_ONCE * VECTOR)) or 1
+    return ctas, min(units, 1 + FIRST_VISITS // ctas)
+
+
+class QuantizeArguments(NamedTuple):
+    """The arguments of a launch, in this order; the stream comes last."""
+
+    # q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) if packed.
+    q: object
+    k: object
+    v: object
+    # q8, k8, v8: like q, k and v, in e4m3; written.
+    q8: object
+    k8: object
+    v8: object
+    descales: tuple  # of q, k and v: (batch, heads_kv) float32; written
+    # (units, 2) int32, zero: CTAs that have visited a unit, and the bits of its largest magnitude.
+    counters: object
+    means: object  # (batch, heads_kv, head_dim) float32, which k loses; or None
+    # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 if sequences are packed, otherwise None.
+    cu_seqlens_q: object
+    cu_seqlens_k: object
+    # ctas, ahead: see `visits`.
+    ctas: int
+    ahead: int
+
+    @classmethod
+    def symbolic(cls, kernel: "Quantize") -> "QuantizeArguments":
+        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
+        batch = () if kernel.is_packed else (cute.sym_int(),)
+        seqlen, heads = cute.sym_int(), cute.sym_int()
+        q = *batch, cute.sym_int(), cute.sym_int(), kernel.head_dim
+        k, v = ((*batch, seqlen, heads, size) for size in (kernel.head_dim, kernel.head_dim_v))
+        types = itertools.product((kernel.dtype, FP8), (q, k, v))
+        return cls(
+            *itertools.starmap(arguments.tma_tensor, types),
+            arguments.symbolic_descales(3),
+            arguments.compact_tensor("int32", (cute.sym_int(), 2)),
+            arguments.strided_tensor("float32", 3, kernel.has_means),
+            *(arguments.int32_vector(exists=kernel.is_packed) for _ in range(2)),
+            **arguments.scalars(cls),
+        )
+
+
+@dataclass(frozen=True)
+class Quantize(KernelBase):
+    """The quantize kernel."""
+
+    dtype: str  # element type of q, k and v
+    head_dim: int  # columns of q and k
+    head_dim_v: int  # columns of v
+    group: int  # query heads of a key/value head
+    is_packed: bool  # whether sequences are packed
+    has_means: bool  # whether K loses its mean
+    is_rotated: bool  # whether Q and K are rotated
+
+    entry_name: ClassVar[str] = "fa3_quantize"
+    arguments_type: ClassVar[type] = QuantizeArguments
+
+    @cute.jit
+    def launch(self, call: QuantizeArguments, stream):
+        self.kernel(call).launch(
+            grid=(2 * call.counters.shape[0] * call.ctas, 1, 1),
+            block=(QUANTIZE_THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, call: QuantizeArguments):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        block, _, _ = cute.arch.block_idx()
+        units = call.counters.shape[0]
+        visit, cta = block // call.ctas, block % call.ctas
+        # From the first second visit on; both visits in turns until no first visits are left.
+        turn, turns = visit - call.ahead, 2 * (units - call.ahead)
+        is_first, unit = turn < 0, visit
+        if turn >= turns:
+            unit = visit - units
+        elif turn >= 0:
+            is_first = turn % 2 == 1
+            unit = turn // 2 + (call.ahead if is_first else 0)
+        kind = unit // (units // 3)
+        for i in cutlass.range_constexpr(3):
+            if kind == i:
+                self.visit(call, i, unit, cta, is_first)
+
+    @cute.jit
+    def visit(self, call: QuantizeArguments, kind: cutlass.Constexpr, unit, cta, is_first):
+        """Visit a unit, of q if `kind` is 0, of k if it is 1, of v if it is 2."""
+        descales = call.descales[kind]
+        nth = unit - kind * (call.counters.shape[0] // 3)
+        batch, head = nth // descales.shape[1], nth % descales.shape[1]
+        means = None
+        if cutlass.const_expr(self.has_means and kind == 1):
+            means = call.means[batch, head, None]
+        counter = call.counters.iterator + 2 * unit
+        rows, written = (self.rows_of(call, kind, call[i], batch, head) for i in (kind, 3 + kind))
+        vectors = UnitVectors.of(rows, means, self.is_rotated and kind < 2)
+        blocks = cute.ceil_div(rows.shape[0][0] * rows.shape[0][1], vectors.height)
+        if is_first:
+            most = Float32(0.0)
+            for block in cutlass.range(cta, blocks, call.ctas, unroll=1):
+                values = vectors.load(rows, block)
+                for i in cutlass.range_constexpr(cute.size(values)):
+                    most = cute.arch.fmax(most, cute.arch.fmax(values[i], -values[i]))
+            # Bits of positive numbers are in the order of the numbers.
+            bits = cute.arch.warp_redux_sync(float_bits(most), "max")
+            if vectors.thread % WARP == 0:
+                cute.arch.atomic_max(counter + 1, bits, sem="relaxed", scope="gpu")
+            cute.arch.sync_threads()
+            if vectors.thread == 0:
+                cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+        else:
+            count = Int32(0)
+            if vectors.thread == 0:
+                while count < call.ctas:
+                    count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            cute.arch.sync_threads()
+            most = cute.recast_tensor(call.counters, Float32)[unit, 1]
+            scale = cute.arch.fmax(most / MOST, Float32(LEAST_SCALE))
+            for block in cutlass.range(cta, blocks, call.ctas, unroll=1):
+                vectors.write(vectors.load(rows, block), written, block, Float32(1.0) / scale)
+            if cta == 0 and vectors.thread == 0:
+                descales[batch, head] = scale * Float32(vectors.norm)
+
+    @cute.jit
+    def rows_of(self, call, kind: cutlass.Constexpr, tensor: cute.Tensor, batch, head):
+        """The rows of a unit, ((heads, seqlen), columns)."""
+        if cutlass.const_expr(self.is_packed):
+            ends, total = call.cu_seqlens_q if kind == 0 else call.cu_seqlens_k, tensor.shape[0]
+            begin = cutlass.max(cutlass.min(ends[batch], total), 0)
+            end = cutlass.max(cutlass.min(ends[batch + 1], total), begin)
+            of_sequence, seqlen = cute.domain_offset((begin, 0, 0), tensor), end - begin
+        else:
+            of_sequence, seqlen = tensor[batch, None, None, None], tensor.shape[1]
+        heads = self.group if kind == 0 else 1
+        of_heads = cute.domain_offset((0, head * heads, 0), of_sequence)
+        token, step, _ = of_heads.stride
+        shape, stride = ((heads, seqlen), of_heads.shape[2]), ((step, token), 1)
+        return cute.make_tensor(of_heads.iterator, cute.make_layout(shape, stride=stride))
+
+
+@dataclass(frozen=True)
+class UnitVectors:
+    """Which vectors of a unit a thread has: the same columns of some rows.
+    Past the last row it has that row again, which changes nothing."""
+
+    columns: int
+    thread: Int32
+    vector: Int32  # the vector of a row
+    # What rows lose, (8,) float32; None for nothing.
+    means: cute.Tensor | None
+    is_rotated: bool
+
+    @classmethod
+    def of(cls, rows: cute.Tensor, means: cute.Tensor | None, is_rotated: bool) -> "UnitVectors":
+        thread, _, _ = cute.arch.thread_idx()
+        columns = rows.shape[1]
+        vector, lost = thread % (columns // VECTOR), None
+        if means is not None:
+            lost = cute.make_rmem_tensor(VECTOR, Float32)
+            for i in range(VECTOR):
+                lost[i] = means[vector * VECTOR + i]
+        return cls(columns, thread, vector, lost, is_rotated)
+
+    @property
+    def height(self) -> int:
+        """Rows of a block, all that a CTA holds at once."""
+        return VECTORS_AT_ONCE * (QUANTIZE_THREADS // (self.columns // VECTOR))
+
+    @property
+    def norm(self) -> float:
+        """What scales of rotated rows are multiplied by, since `rotate` does not keep lengths."""
+        return mixed_columns(self.columns) ** -0.5 if self.is_rotated else 1.0
+
+    def vector_in(self, rows: cute.Tensor, block, i: int) -> cute.Tensor:
+        """Vector i of this thread in a block of rows."""
+        index = block * self.height + i * (self.height // VECTORS_AT_ONCE)
+        index += self.thread // (self.columns // VECTOR)
+        last = rows.shape[0][0] * rows.shape[0][1] - 1
+        return vector_of(rows[cutlass.min(index, last), None], self.vector)
+
+    @cute.jit
+    def load(self, rows: cute.Tensor, block) -> cute.Tensor:
+        """This thread's vectors in a block of rows, (8, vectors) float32."""
+        raw = cute.make_rmem_tensor((VECTOR, VECTORS_AT_ONCE), rows.element_type)
+        for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+            cute.autovec_copy(self.vector_in(rows, block, i), raw[None, i])
+        values = cute.make_rmem_tensor(raw.shape, Float32)
+        values.store(raw.load().to(Float32))
+        for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+            if cutlass.const_expr(self.means is not None):
+                values[None, i].store(values[None, i].load() - self.means.load())
+            if cutlass.const_expr(self.is_rotated):
+                self.rotate(values[None, i])
+        return values
+
+    @cute.jit
+    def rotate(self, values: cute.Tensor):
+        """Negate some columns, then apply a Hadamard matrix of 1 and -1 to blocks of them."""
+        negated = Uint32(self.vector + 1) * Uint32(HASH) >> 24
+        for i in cutlass.range_constexpr(VECTOR):
+            values[i] = -values[i] if negated >> i & 1 == 1 else values[i]
+        for step in (1, 2, 4):
+            for i in cutlass.range_constexpr(VECTOR):
+                if cutlass.const_expr(i & step == 0):
+                    a, b = values[i], values[i + step]
+                    values[i], values[i + step] = a + b, a - b
+        lanes = mixed_columns(self.columns) // VECTOR
+        for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+            is_second = self.thread >> step & 1 == 1
+            for i in cutlass.range_constexpr(VECTOR):
+                other = cute.arch.shuffle_sync_bfly(values[i], offset=1 << step)
+                values[i] = other - values[i] if is_second else values[i] + other
+
+    @cute.jit
+    def write(self, values: cute.Tensor, written: cute.Tensor, block, factor: Float32):
+        """Multiply vectors of a block and round them; the conversion limits what is too large."""
+        for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+            rounded = cute.make_rmem_tensor(VECTOR, written.element_type)
+            rounded.store((values[None, i].load() * factor).to(written.element_type))
+            cute.autovec_copy(rounded, self.vector_in(written, block, i))

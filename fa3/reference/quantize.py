@@ -1,0 +1,42 @@
+"""q, k or v in FP8 with its scales, in torch: what the quantize kernel computes."""
+
+import torch
+
+from fa3.kernels.quantize import HASH, LEAST_SCALE, MOST, mixed_columns
+from fa3.primitives.vectors import VECTOR
+
+
+def quantize_rows(
+    # (batch, seqlen, heads, columns) in 16 bits, and the same in e4m3, which is written.
+    rows: torch.Tensor,
+    written: torch.Tensor,
+    descale: torch.Tensor,  # (batch, heads_kv), written
+    mean: torch.Tensor | None,  # (batch, heads, columns), which the rows lose
+    is_rotated: bool,
+) -> None:
+    """Write the rows of some sequences in e4m3, and their scales."""
+    values, norm = rows.float(), 1.0
+    if mean is not None:
+        values = values - mean[:, None]
+    if is_rotated:
+        values, norm = rotated(values), mixed_columns(rows.shape[3]) ** -0.5
+    by_head = values.unflatten(2, (descale.shape[1], -1))
+    if rows.shape[1]:
+        descale.copy_(by_head.abs().amax((1, 3, 4)) / MOST)
+    else:
+        descale.zero_()
+    descale.clamp_(min=LEAST_SCALE)
+    scaled = by_head * (1.0 / descale)[:, None, :, None, None]
+    written.copy_(scaled.clamp(-MOST, MOST).flatten(2, 3))
+    descale.mul_(norm)
+
+
+def rotated(rows: torch.Tensor) -> torch.Tensor:
+    """Rows in which some columns are negated, then transformed, without keeping lengths."""
+    column = torch.arange(rows.shape[-1])
+    is_negated = (column // VECTOR + 1) * HASH % 2**32 >> (24 + column % VECTOR) & 1 == 1
+    rows = torch.where(is_negated, -rows, rows)
+    for step in (1 << i for i in range(mixed_columns(len(column)).bit_length() - 1)):
+        first, second = rows.unflatten(-1, (-1, 2, step)).unbind(-2)
+        rows = torch.stack((first + second, first - second), -2).flatten(-3)
+    return rows
