@@ -120,9 +120,8 @@ def warmup(
         preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`
             of a causal decoder. It says sizes, mask, softcap and sinks; other options go first.
         head_dim_v: columns of v; head_dim if not given.
-        dtype: bfloat16, float16 or float8_e4m3fn, also bf16, fp16 or e4m3; by default the dtype of
-            a `config.json`, or else bfloat16. With float8_e4m3fn so are caches, and tokens are
-            appended to them from bfloat16.
+        dtype: bf16, fp16 or e4m3, or torch's names; by default the dtype of a `config.json`, or
+            else bf16. With e4m3 caches are FP8, too, and tokens are appended from bf16.
         causal: whether keys after a query's own position are hidden.
         window_size: keys that a query sees before and after its own position, as (left, right), if
             the model has a window; -1 for all. causal sets right to 0.
