@@ -40,8 +40,7 @@ Timeline of an MMA warpgroup in a step; the others multiply while it does not
     tensor cores   | S = K Q^T |              | dP = V dO^T | dV += P^T dO         | dK += dS^T Q |
     this warpgroup | waits     | P, in 16 bits| waits       | dS, to shared memory | waits
     So either S or dP is live next to dK, dV and P in 16 bits. The three warpgroups run on their
-    own, two blocks apart at most. They meet at the tile's end only; but with blocks of 128 queries
-    P takes long, so one MMA warpgroup computes S and P, then the other.
+    own, two blocks apart at most. They meet at the tile's end only.
 
 Timeline of a tile's end
     MMA          | dV to V's place | waits for the last dQ | dK to K's place | S of the next tile

@@ -112,13 +112,6 @@ class BackwardConfig:
         return DqPieces.of(self.tile_m, columns, WIDEST_PIECE[self.q_splits])
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the MMA warpgroups take turns for S and P: where P takes long.
-        At head size 64 it takes as long as a product. Where it takes half as long, turns gained
-        nothing (docs/experiments.md)."""
-        return self.queries > ROWS
-
-    @property
     def registers_of_roles(self) -> Registers:
         return REGISTERS_BY_SPLITS[self.q_splits]
 

@@ -23,13 +23,12 @@ from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.output_store import GradientStore
 from fa3.primitives.query_tiles import QueryWalk, RowStatistics
 from fa3.primitives.tma import TmaTensor, load_run, tile_loader
-from fa3.primitives.turns import NoPingPong, PingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.schedules import Tile
 from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedScorePipeline
 
-KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER, FIRST_TURN_BARRIER = 1, 2, 3, 4, 5
+KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER = 1, 2, 3, 4
 """Named barriers."""
 
 
@@ -346,10 +345,6 @@ class BackwardRoles:
         if cutlass.const_expr(kernel.spec.has_dropout):
             # Once: each step would wait for the load.
             seed = tensors.dropout.seed()
-        turns = NoPingPong()
-        if cutlass.const_expr(config.takes_turns):
-            turns = PingPong(FIRST_TURN_BARRIER, MMA_GROUPS, group)
-        turns.start()
         cursor = schedule.begin(self.cursor)
         while schedule.is_valid(cursor):
             tile = self.tile(cursor)
@@ -367,7 +362,7 @@ class BackwardRoles:
                 if cutlass.const_expr(kernel.spec.has_dropout):
                     dropout = TransposedDropout(tensors.dropout, seed, coords)
                 keys = k_state.index, v_state
-                place = thread, group, scores_barrier(), turns, dropout
+                place = thread, group, scores_barrier(), dropout
                 step = GradientStep(config, mmas, regs, smem, pipelines, *keys, rules, *place)
                 q_state, do_state = step.all(walk, q_state, do_state)
             if cutlass.const_expr(not kernel.splits):
@@ -392,7 +387,6 @@ class BackwardRoles:
                 cursor = schedule.next(cursor)
             k_state.advance()
             v_state.advance()
-        turns.finish()
         tensors.fused.convert_dq(kernel, schedule.order)
 
     # -------------------------------------------------------------------------------- dQ warpgroup

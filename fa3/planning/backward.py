@@ -103,7 +103,6 @@ class BackwardTiling(NamedTuple):
 
 
 BACKWARD_TILINGS = (
-    BackwardTiling(32, 32, BackwardConfig(64, 128)),
     BackwardTiling(64, 64, BackwardConfig(128, 128)),
     BackwardTiling(64, 64, BackwardConfig(128, 128, stats_vector=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 128)),

@@ -127,7 +127,6 @@ class GradientStep:
     thread: Int32
     group: Int32
     barrier: object  # of all MMA warpgroups
-    turns: object  # ping-pong for S and P
     dropout: TransposedDropout | None  # what is dropped, or None
 
     @cute.jit
@@ -194,7 +193,6 @@ class GradientStep:
         config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
         q_state, do_state, ds_state = states
         k = regs.k[None, None, None, self.k_stage]
-        self.turns.wait()
         acc_S = self.issue_scores(k, regs.q[None, None, None, part, q_state.index])
         lses = statistics.all(LSE)
         # While the tensor cores compute S.
@@ -208,7 +206,6 @@ class GradientStep:
         # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
-        self.turns.signal_next()
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
         of_dv = self.kept_of(rP, masks)
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
