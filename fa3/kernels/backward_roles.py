@@ -286,6 +286,7 @@ class BackwardRoles:
         user = pipeline.PipelineUserType
         state = pipeline.make_pipeline_state(user.Consumer, self.kernel.pieces.in_flight)
         added_state = pipeline.make_pipeline_state(user.Producer, config.stages)
+        pending = Int32(0)
         cursor = schedule.begin(self.cursor)
         while schedule.is_valid(cursor):
             tile = self.tile(cursor)
@@ -296,8 +297,8 @@ class BackwardRoles:
                 semaphore = self.semaphore(tile, mask) if self.kernel.is_ordered else None
                 memory = self.smem.staged, self.pipelines
                 reduction = DqReduction(self.kernel.pieces, dq, *memory, semaphore, is_zeroed)
-                states = state, added_state
-                state, added_state = reduction.all(walk, head, tile.work.batch, *states)
+                states = state, added_state, pending
+                state, added_state, pending = reduction.all(walk, head, tile.work.batch, *states)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
                 tensors.fused.signal_key_tile_added(self.head_group(cursor))
