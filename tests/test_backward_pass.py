@@ -67,7 +67,7 @@ def test_head_groups_are_larger_in_a_fixed_order():
         pytest.param((1, 4096, 1, 8), 128, 8, 2, 4, 1, id="few heads"),
         pytest.param((2, 3072, 2, 8), 128, 8, 4, 8, 1, id="equal groups of more tiles"),
         pytest.param((1, 6000, 4, 7), 128, 7, 10, 3, 1, id="a smaller last group"),
-        pytest.param((1, 1024, 1, 6), 128, 6, 1, 6, 1, id="all tiles run at the same time"),
+        pytest.param((1, 1280, 1, 7), 128, 7, 1, 7, 1, id="all tiles run at the same time"),
         pytest.param((4, 4096, 16, 1), 128, 1, 16, 4, 1, id="many heads"),
         pytest.param((2, 4096, 8, 8), 128, 4, 16, 4, 1, id="two query heads of a CTA"),
         pytest.param((1, 4096, 2, 4), 256, 4, 2, 4, 1, id="blocks as long as key tiles"),
@@ -139,7 +139,13 @@ def test_few_key_tiles_are_shared(shape, shares):
     plan = BackwardPlan.of(problem)
     assert plan.shares == shares
     assert plan.kernels.entry.main.splits == (shares.parts > 1)
-    assert BackwardPlan.of(problem, is_ordered=True).shares.block_parts == 1
+
+
+@pytest.mark.parametrize(("seqlen", "block_parts"), [(1024, 2), (2048, 1), (4096, 1)])
+def test_all_parts_run_at_the_same_time_in_a_fixed_order(seqlen, block_parts):
+    """If query blocks of a head are divided at all."""
+    plan = BackwardPlan.of(make_problem(1, seqlen, seqlen, 1, 6, 128, CAUSAL), is_ordered=True)
+    assert plan.shares == KeyShares(6, block_parts)
 
 
 @given(
@@ -170,6 +176,21 @@ def test_parts_cover_every_head_and_block_once(head_parts, block_parts, heads_kv
         for block in range(blocks.begin, blocks.end)
     ]
     assert sorted(found) == expected
+
+
+@given(block_parts=st.integers(1, 8), count=st.integers(1, 40), data=st.data())
+def test_parts_divide_key_tiles_at_the_same_blocks_in_a_fixed_order(block_parts, count, data):
+    split = KeySplit(PlainDivisor(block_parts), PlainDivisor(block_parts), 1)
+    parts = {}
+    for _ in range(3):
+        begin = data.draw(st.integers(0, count - 1))
+        end = data.draw(st.integers(begin + 1, count))
+        blocks = Blocks(begin, begin, end, end)
+        walks = [split.blocks_in_order(blocks, part, count) for part in range(block_parts)]
+        assert [b for walk in walks for b in range(walk.begin, walk.end)] == [*range(begin, end)]
+        for part, walk in enumerate(walks):
+            for block in range(walk.begin, walk.end):
+                assert parts.setdefault(block, part) == part
 
 
 @given(parts=st.integers(1, 20), order=st.randoms(use_true_random=False))

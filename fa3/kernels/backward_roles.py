@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, pipeline
 
 from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
+from fa3.primitives.arithmetic import larger
 from fa3.primitives.coords import TransposedCoords
 from fa3.primitives.dq_accumulator import DqAccumulator, DqReduction, DqSemaphore
 from fa3.primitives.dq_step import DqOperands, DqStep
@@ -157,7 +158,11 @@ class BackwardRoles:
         head = work.first_head + h
         mask = self.mask.at(work.batch, head)
         blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
-        if self.kernel.splits:
+        if self.kernel.splits and self.kernel.is_ordered:
+            num_blocks = cute.ceil_div(tile.sequence.seqlen_q, self.config.tile_m)
+            whole = larger(1, num_blocks)
+            blocks = self.tensors.shared.split.blocks_in_order(blocks, work.part, whole)
+        elif self.kernel.splits:
             blocks = self.tensors.shared.split.blocks(blocks, work.part)
         return QueryHead(head, mask, QueryWalk.of(blocks, tile.is_down))
 

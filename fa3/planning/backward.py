@@ -385,7 +385,8 @@ class BackwardPlan:
         more or less make groups about equal, so that the last one is not small."""
         problem, waves = self.problem, self.waves
         if waves is not None and self.alternates:
-            return waves.heads_per_group(self.heads, self.key_tiles_of_head)
+            tiles = self.key_tiles_of_head * self.shares.block_parts
+            return waves.heads_per_group(self.heads, tiles) * self.shares.block_parts
         # Parts of query blocks of the same heads are in one head group.
         tiles = self.key_tiles_of_head * self.shares.block_parts
         if problem.window.right == NO_BOUND:

@@ -82,11 +82,13 @@ def may_have_parts(num_parts: int, num_sms: int) -> bool:
     return num_parts <= MOST_PARTS_OF_SM * num_sms
 
 
-def ways_to_share(group: int, is_ordered: bool) -> list[KeyShares]:
-    """All ways to share a key tile of `group` query heads: equally many heads for each CTA."""
+def ways_to_share(group: int, is_ordered: bool, most_ordered: float) -> list[KeyShares]:
+    """All ways to share a key tile of `group` query heads: equally many heads for each CTA.
+    In a fixed order key tiles wait for one another. So a head's query blocks are only divided if
+    all CTAs run at the same time, with at most `most_ordered` parts of a key tile."""
     by_heads = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
-    # In a fixed order CTAs with the later blocks would wait for CTAs with the earlier ones.
-    return by_heads if is_ordered else by_heads + [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
+    by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
+    return by_heads + [x for x in by_blocks if not is_ordered or x.parts <= most_ordered]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -104,7 +106,8 @@ def choose_shares(
     best, least = whole, time_of(blocks, heads, group, num_sms, whole, waves) * MOST_OF_TIME
     if waves is not None and group > MOST_QUERY_HEADS:
         least *= COST_OF_QUERY_HEADS
-    for shares in ways_to_share(group, is_ordered)[1:]:
+    most_ordered = num_sms / (len(blocks) * heads)
+    for shares in ways_to_share(group, is_ordered, most_ordered)[1:]:
         if not may_have_parts(len(blocks) * heads * shares.parts, num_sms):
             continue
         time = time_of(blocks, heads, group, num_sms, shares, waves)
@@ -125,11 +128,15 @@ def time_of(
 ) -> float:
     """The time until the last CTA ends, in query blocks; a free CTA takes the next part."""
     # With waves nearly all choices have parts, so that their cost would decide nothing.
-    besides = STEPS_OF_TILE + (STEPS_OF_PART if shares.parts > 1 and waves is None else 0.0)
+    costs = shares.block_parts > 1 or (shares.parts > 1 and waves is None)
+    besides = STEPS_OF_TILE + (STEPS_OF_PART if costs else 0.0)
     share = group / shares.parts
     times = [besides + count * share for count in blocks]
     heads *= shares.parts
-    per_group = heads if waves is None else waves.heads_per_group(heads, len(blocks))
+    per_group = heads
+    if waves is not None:
+        tiles = len(blocks) * shares.block_parts
+        per_group = waves.heads_per_group(heads // shares.block_parts, tiles) * shares.block_parts
     free = [0.0] * num_sms
     for first in range(0, heads, per_group):
         for time in times:

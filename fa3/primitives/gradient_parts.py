@@ -22,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dq_accumulator import in_quads, quads_of_lane
 from fa3.primitives.fragments import as_rows_and_columns
@@ -70,6 +71,12 @@ class KeySplit(NamedTuple):
         first = begin + self.block_parts.quotient(count * share)
         end = begin + self.block_parts.quotient(count * (share + 1))
         return blocks.walked(first, end)
+
+    def blocks_in_order(self, blocks, part, num_blocks):
+        """A part's query blocks in a fixed order: all key tiles divide the same `num_blocks`."""
+        whole = self.blocks(blocks._replace(begin=0, end=num_blocks), part)
+        first = smaller(larger(whole.begin, blocks.begin), blocks.end)
+        return blocks.walked(first, smaller(larger(whole.end, blocks.begin), blocks.end))
 
 
 class SharedKeyTiles(NamedTuple):
