@@ -32,6 +32,7 @@ FEW_HEADS = [
     named("heads" if d == 128 else f"heads-d{d}", batch, (seqlen, seqlen), heads, (d, d))
     for heads, batch, seqlen, d in (
         ((6, 1), 1, K, 128),
+        ((8, 1), 1, 2 * K, 128),
         ((8, 1), 1, 4 * K, 128),
         ((8, 1), 1, 8 * K, 128),
         ((8, 1), 1, 32 * K, 128),
