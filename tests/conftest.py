@@ -89,9 +89,9 @@ def no_kernels(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_latest_calls():
     """Forget what calls of other tests led to, whose kernels may have been stubs."""
-    from fa3.calls import modifiers, options
+    from fa3.calls import options
 
-    for found in (options.remembered_options, options.latest_call, modifiers.joined_options):
+    for found in (options.remembered_options, options.latest_call):
         found.cache_clear()
 
 

@@ -24,13 +24,14 @@ from torch.utils.checkpoint import checkpoint
 import fa3
 from fa3.calls import autograd
 from fa3.calls.backward import BackwardCall
-from fa3.calls.forward import PreparedCall
+from fa3.calls.operators import NO_LENGTHS
 from fa3.interface import _flash_attn_backward
 from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
+from fa3.reference.forward import execute
 
 CAUSAL = Window(right=0)
 
@@ -79,15 +80,15 @@ def test_gradcheck(window, recipe, dropout):
     problem, tensors = replace(problem, spec=spec), [*(modifiers.tensors or ())]
     if spec.sinks:
         tensors[-1] = tensors[-1].double().requires_grad_()
-    call = PreparedCall(plan_forward(problem), None, (1, 2, 5), problem)
-
-    def attend(*given):
-        return call.attend(*given, torch.empty_like(inputs[0]), scale=0.25, dropout=dropout)
-
-    backward = BackwardCall(problem, None, 0.25, False, 1)
-    given = autograd.DifferentiableCall(attend, backward, autograd.NO_LENGTHS, dropout, True)
+    plan, backward = plan_forward(problem), BackwardCall(problem, None, 0.25, False, 1)
 
     def run(*tensors):
+        def attend():
+            out, lse = torch.empty_like(inputs[0]), inputs[0].new_empty(1, 2, 5).float()
+            execute(plan, (*tensors[:3], out, lse), 0.25, tensors[3:] or None, dropout)
+            return out, lse
+
+        given = autograd.DifferentiableCall(attend, backward, NO_LENGTHS, dropout, True)
         return without_empty_rows(*autograd.attend_differentiably(given, *tensors))
 
     with sums_in_float64():

@@ -12,11 +12,11 @@ from test_latest import operand, packed_operands
 
 import fa3
 from fa3.__main__ import main
-from fa3.calls.call import AttentionCall
+from fa3.calls.call import AttentionCall, describe_tensors
 from fa3.calls.decode import plan_decode
 from fa3.calls.forward import prepare_forward
 from fa3.calls.operands import Operand
-from fa3.calls.options import Options
+from fa3.calls.options import DENSE, PACKED, Options
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.gpu import GPUS
 from fa3.planning.kernel_names import describe_kernel
@@ -126,10 +126,9 @@ def test_the_plan_is_that_of_the_call(shape, capsys):
         torch.empty(batch, seqlen, heads, head_dim, dtype=torch.bfloat16)
         for seqlen, heads in ((seqlen_q, heads_q), (seqlen_k, heads_kv))
     )
-    described = ((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, k))
-    call = prepare_forward((*described, None, None), Options(Window(right=0)), None, None)
-    plan = call.plan or call.grouped.plan
-    expected = [describe_kernel(launch.kernel) for launch in plan.launches()]
+    described = describe_tensors(DENSE, (q, k, k, *[None] * 19))
+    call = prepare_forward(described, Options(Window(right=0), kind=DENSE))
+    expected = [describe_kernel(launch.kernel) for launch in call.kernels.plan.launches()]
     found = facts(capsys, "--gpu", "H200", "--shape", shape, "--causal")
     assert found["kernels"] == expected
     assert expected[0].startswith("decode" if seqlen_q < 100 else "forward")
@@ -175,7 +174,8 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
 def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, shape.split(","))
     q, k, v = (operand(1, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv))
-    call = prepare_varlen(packed_operands(q=q, k=k, v=v), Options(Window(right=0)))
+    options = Options(Window(right=0), kind=PACKED)
+    call = prepare_varlen(packed_operands(q=q, k=k, v=v), options).kernels
     rows = batch * seqlen_q, batch * seqlen_k
     route = call.signature.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
     launches = launches_of_route(call.signature, route.name, route.most_queries)

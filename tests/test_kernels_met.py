@@ -18,6 +18,7 @@ from fa3.calls import decode, forward, kvcache, launcher, packed_calls, varlen
 from fa3.calls.call import NAMES_BY_KIND
 from fa3.calls.kvcache import prepare_cache_call
 from fa3.calls.options import CACHED, Options
+from fa3.calls.options import PACKED as PACKED_KEYS
 from fa3.calls.packed_calls import PackedCall
 from fa3.calls.varlen import prepare_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
@@ -121,9 +122,9 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     model = MODELS[name]
     compiled = set(warmup.kernels_of(model, ("paged",), (PAGE_SIZE,), None))
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
-        attends = prepare_on_pages(model, window, *sizes).attends
-        if isinstance(attends, PackedCall):
-            attends.prepared(SPLIT, 0)
+        kernels = prepare_on_pages(model, window, *sizes).kernels
+        if isinstance(kernels, PackedCall):
+            kernels.prepared(SPLIT, 0)
         assert loaded.keys() <= compiled, (window, *sizes)
     assert len(loaded) > (1 if model.is_fp8 else 2)
 
@@ -147,7 +148,9 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
             q=q, k=k, v=v, sinks=operand(model.heads_q, dtype=dtype, device=device)
             if model.sinks else None,
         )  # fmt: skip
-        call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
+        options = Options(window, model.softcap, kind=PACKED_KEYS)
+        packed_calls.packed_call.cache_clear()
+        call = prepare_varlen.__wrapped__(described, options).kernels
         call.prepared(SPLIT, 0)
         for queries, overlaps_forward in product(() if model.is_fp8 else QUERIES, (False, True)):
             call.prepared(BOTH if overlaps_forward else DECODE, queries)

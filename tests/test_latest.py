@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fa3
-from fa3.calls import combine, forward, kvcache, varlen
+from fa3.calls import attention, combine, forward, kvcache, varlen
 from fa3.calls.call import TENSORS
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
@@ -27,10 +27,10 @@ def cache_call(**changes) -> dict:
     return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": LENGTHS.clone()} | changes
 
 
-def packed_call(rows: int = 9, batch: int = 2, **changes) -> dict:
+def packed_call(rows: int = 9, **changes) -> dict:
     """Return a call on packed sequences."""
     q, k, v = (torch.randn(rows, 2, 16).bfloat16() for _ in range(3))
-    ends_q, ends_k = (torch.linspace(0, rows, batch + 1).int() for _ in range(2))
+    ends_q, ends_k = (torch.linspace(0, rows, 3).int() for _ in range(2))
     call = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
     return call | {"max_seqlen_q": rows, "max_seqlen_k": rows} | changes
 
@@ -58,8 +58,7 @@ def stop_describing(monkeypatch):
         pytest.fail("was described")
 
     def stop() -> None:
-        for module in (kvcache, varlen):
-            monkeypatch.setattr(module, "describe_tensors", refuse)
+        monkeypatch.setattr(attention, "describe_tensors", refuse)
 
     return stop
 
@@ -71,7 +70,7 @@ def test_a_call_like_the_one_before_is_not_described(kind, stop_describing):
 
 
 def test_packed_sequences_may_have_any_lengths(stop_describing):
-    calls = [packed_call(*sizes) for sizes in ((1, 1), (30, 7), (9, 2), (4, 2))]
+    calls = [packed_call(rows) for rows in (1, 30, 9, 4)]
     expected = [fa3.flash_attn_varlen_func(**call) for call in calls]
     stop_describing()
     for call, out in zip(calls, expected, strict=True):

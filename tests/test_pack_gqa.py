@@ -13,6 +13,7 @@ from score_problems import Recipe
 
 import fa3
 from fa3.calls import forward
+from fa3.calls.decode import PreparedDecode
 from fa3.planning.decode import MOST_ROWS, DecodePlan
 from fa3.planning.explanation import duration
 from fa3.planning.gpu import H100, H200
@@ -39,8 +40,8 @@ def attend(problem: Problem, where="cpu", seed: int = 0, **options):
     return operands, found
 
 
-def how(problem: Problem, **options) -> forward.PreparedCall:
-    """What a call of the problem leads to."""
+def how(problem: Problem, **options) -> forward.PreparedForward | PreparedDecode:
+    """What runs a call of the problem."""
     found = []
     prepare = forward.prepare_forward
 
@@ -52,7 +53,7 @@ def how(problem: Problem, **options) -> forward.PreparedCall:
         patch.setattr(forward, "prepare_forward", remember)
         fa3.flash_attn_func(*make_operands(problem), window_size=problem.window, **options)
     (call,) = found
-    return call
+    return call.kernels
 
 
 # ------------------------------------------------------------------------------------ results
@@ -129,13 +130,12 @@ def test_many_queries_are_not(gpu):
 
 def test_calls_choose():
     many = make_problem(1, 300, 300, 1, 4, 64)
-    assert how(FEW).grouped.plan == DecodePlan.of_dense(FEW, H200)
-    assert how(FEW).plan is None
+    assert how(FEW).plan == DecodePlan.of_dense(FEW, H200)
     for call in (how(many), how(FEW, pack_gqa=False), how(FEW, schedule="list")):
-        assert call.grouped is None and call.plan is not None
-    assert how(many, pack_gqa=True).grouped is not None
+        assert isinstance(call, forward.PreparedForward)
+    assert isinstance(how(many, pack_gqa=True), PreparedDecode)
     assert how(FEW, plan=plan_forward(FEW)).plan == plan_forward(FEW)
-    margin = how(FEW, sm_margin=100).grouped.plan
+    margin = how(FEW, sm_margin=100).plan
     assert margin.num_ctas == margin.cut.num_ctas == H200.num_sms - 100
 
 

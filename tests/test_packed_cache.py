@@ -167,7 +167,7 @@ def test_a_sequence_with_more_queries_than_there_may_be_is_left_out(options, whe
         "cache_seqlens": torch.tensor(lengths).int().to(where), "causal": True, **options,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
-        patch.setattr(values_of_calls, "check_query_ends", lambda *_: None)
+        patch.setattr(values_of_calls, "check_lengths", lambda *_: None)
         out, lse = fa3.flash_attn_with_kvcache(q, **call, return_lse=True)
     for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
         rows = slice(*ends[sequence : sequence + 2].tolist())
@@ -342,8 +342,9 @@ def test_no_total_is_remembered(where):
     draw, memory = random.Random(0), torch.randn(2, 400, 2, 64, device=where).bfloat16()
     others = call_of_total(3, where, alibi_slopes=torch.ones(2, device=where))
     del others["q"]
-    expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
     kvcache.prepare_cache_call.cache_clear()
+    expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
+    fa3.flash_attn_with_kvcache(memory[0, :3], **others, out=memory[1, :3])
     remembered = operands.check_of_addresses, overlap.share
     before = [one.cache_info().currsize for one in remembered]
     for _ in range(100):
@@ -352,7 +353,7 @@ def test_no_total_is_remembered(where):
         found, lse = fa3.flash_attn_with_kvcache(q, **others, out=out, return_lse=True)
         assert found.shape == q.shape and lse.shape == (2, len(q))
         assert torch.equal(found[:3], expected)
-    assert kvcache.prepare_cache_call.cache_info().currsize == 1
+    assert kvcache.prepare_cache_call.cache_info().currsize == 2  # with out and without
     assert [one.cache_info().currsize for one in remembered] == before
 
 

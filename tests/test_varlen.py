@@ -37,7 +37,8 @@ from varlen_problems import (
 import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import varlen
-from fa3.calls.options import Options
+from fa3.calls.call import LENGTHS_OF_PACKED
+from fa3.calls.options import PACKED, Options
 from fa3.planning.gpu import H200
 from fa3.planning.launch import NO_MEMORY
 from fa3.planning.planner import plan_forward
@@ -101,7 +102,12 @@ def launches(monkeypatch) -> list[dict]:
         run=lambda values, memory: launched.append(values), memory=NO_MEMORY, names=()
     )
     gpu = {"prepared": lambda name, most_queries: prepared}
-    monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), **gpu))
+
+    def prepare_on_gpu(*key):
+        call = prepare(*key)
+        return replace(call, kernels=replace(call.kernels, **gpu), has_host_integers=False)
+
+    monkeypatch.setattr(varlen, "prepare_varlen", prepare_on_gpu)
     return launched
 
 
@@ -110,7 +116,7 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
         monkeypatch.setattr(OnGpu, name, lambda *_: pytest.fail("was read"))
     call = on_gpu(make_call(USED))
     out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    names = "q", "k", "v", *varlen.LENGTHS_OF_PACKED
+    names = "q", "k", "v", *LENGTHS_OF_PACKED
     expected = {name: call[name] for name in names} | {"o": out}
     (values,) = launches
     assert all(values[name] is tensor for name, tensor in expected.items())
@@ -159,12 +165,12 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     """Where SMs are reserved, no second kernel runs beside the first."""
     made = []
     monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(varlen.PackedCall, "of", lambda signature, _: made.append(signature))
+    monkeypatch.setattr(varlen, "packed_call", lambda signature, _: made.append(signature))
     device = torch.device("cuda", 0)
     q, k, v = (operand(1, *sizes, device=device) for sizes in ((4, 64), (2, 64), (2, 32)))
-    used = operand(1, dtype=torch.int32, device=device)
+    used = operand(0, dtype=torch.int32, device=device)
     described = packed_operands(q=q, k=k, v=v, seqused_q=used)
-    options = Options(Window(1 << 40, 0), sm_margin=sm_margin)
+    options = Options(Window(1 << 40, 0), sm_margin=sm_margin, kind=PACKED)
     varlen.prepare_varlen.__wrapped__(described, options)
     (signature,) = made
     assert signature.names == [
@@ -196,25 +202,26 @@ def test_no_length_is_remembered(launches):
     memory = torch.zeros(3, 2000, 2, 64).bfloat16()
     slopes = torch.ones(2)
 
-    def call() -> None:
+    def call(num_sequences: int, is_new: bool) -> None:
         seqlens_q, seqlens_k = ([draw.randint(0, 50) for _ in range(9)] for _ in range(2))
         ends_q, ends_k = (
             integers(0, *np.cumsum(seqlens).tolist()) for seqlens in (seqlens_q, seqlens_k)
         )
-        num_sequences = draw.randint(1, 9)
         total_q, total_k = sum(seqlens_q) + draw.randint(0, 9), sum(seqlens_k)
         q, (k, v) = memory[0, :total_q], memory[1:, :total_k]
         flash_attn_varlen_func(
             q, k, v, ends_q[: num_sequences + 1], ends_k[: num_sequences + 1], max(seqlens_q),
             max(seqlens_k), causal=True, alibi_slopes=slopes,
-            out=torch.empty_like(q) if draw.random() < 0.5 else None,
+            out=None if is_new else torch.empty_like(q),
         )  # fmt: skip
         launches.clear()
 
-    call()
+    kinds = list(itertools.product(range(1, 10), (True, False)))
+    for kind in kinds:
+        call(*kind)
     before = caches()
     for _ in range(2000):
-        call()
+        call(*draw.choice(kinds))
     assert caches() == before and before["fa3.calls.varlen.prepare_varlen"] > 0
 
 

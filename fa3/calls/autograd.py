@@ -113,15 +113,10 @@ class WithoutDerivative(torch.autograd.Function):
         raise no_second_derivative(ctx.name)
 
 
-NO_LENGTHS = (None,) * 4  # the lengths of a dense call
-
-
 class DifferentiableCall(NamedTuple):
     """A call, without the tensors that may have a gradient."""
 
-    # Takes q, k, v and the tensors of scores, mask and sinks, None for none; gives out and the
-    # log-sum-exp.
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    attend: Callable[[], tuple[torch.Tensor, torch.Tensor]]  # gives out and the log-sum-exp
     backward: BackwardCall
     lengths: Sequence[torch.Tensor | None]  # the `PackedLengths`
     dropout: Dropout | None
@@ -147,7 +142,7 @@ class DifferentiableAttention(torch.autograd.Function):
             tensors: of the spec's scores, mask and sinks, in this order.
         """
         attend, ctx.call, lengths, ctx.dropout, returns_lse = call
-        out, lse = attend(q, k, v, tensors or None)
+        out, lse = attend()
         ctx.set_materialize_grads(False)
         state = None if ctx.dropout is None else ctx.dropout.rng_state
         ctx.save_for_backward(state, *lengths, q, k, v, out, lse, *tensors)

@@ -1,17 +1,19 @@
 """A call: its tensors by name, what they are like, and whether they fit together.
 
 All functions hand on their tensors in one order, `TENSORS`. An `AttentionCall` says what each of
-them is like, and what follows from that. Repeated calls share it, so it has no number that differs
-from step to step: no total of packed rows, and of packed keys no number of sequences. These are
-looked at in each call (`check_sizes`), and so are the numbers in int32 tensors (`values`).
+them is like, and what follows from that. Repeated calls share it, so it has no total of packed
+rows, which differs from step to step: totals are looked at in each call (`check_totals`), and so
+are the numbers in int32 tensors (`values`).
 """
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
+from typing import TypeVar
 
 import torch
 
-from fa3.calls.eager import check_resolved
 from fa3.calls.modifiers import (
     ModifierSpec,
     check_alibi_slopes,
@@ -24,7 +26,7 @@ from fa3.calls.operands import (
     DTYPES,
     FP8_DTYPE,
     PACKED_DIMENSIONS,
-    Description,
+    CheckOfAddresses,
     Operand,
     check_contiguous,
     check_device,
@@ -35,14 +37,13 @@ from fa3.calls.operands import (
     check_layout,
     check_like_q,
     check_no_overlap,
+    check_of_addresses,
     check_output,
     check_rank,
-    check_same_kind,
     check_shape,
     check_stride,
     describe,
     dtype_of_output,
-    operand_of,
 )
 from fa3.calls.options import (
     CACHED,
@@ -72,10 +73,13 @@ OF_INTEGERS = slice(7, 15)
 INTEGERS = TENSORS[OF_INTEGERS]
 """The int32 tensors that a call on a cache may have: where they are, and their names."""
 
+Q, K, V, ENDS_Q, USED_Q, SLOPES, SINKS, OUT = map(
+    TENSORS.index, ("q", "k", "v", "cu_seqlens_q", "seqused_q", "alibi_slopes", "sinks", "out")
+)
+"""Where tensors are in `TENSORS`."""
+
 DESCALE_NAMES = "q_descale", "k_descale", "v_descale"
 """What elements of FP8 tensors are multiplied by."""
-
-TENSORS_OF_DENSE = "q", "k", "v", "alibi_slopes", "sinks", *DESCALE_NAMES  # of a dense call
 
 NAMES_ON_CACHE = {
     "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
@@ -91,29 +95,19 @@ ALIGNMENTS = tuple(
 """Bytes to which each of the tensors must be aligned."""
 
 
-def indices_of(*names: str) -> tuple[int, ...]:
-    """Where tensors are in `TENSORS`."""
-    return tuple(map(TENSORS.index, names))
+REQUIRED = dict.fromkeys((DENSE, PAGED, CACHED), (Q, K, V))
+REQUIRED[PACKED] = (Q, K, V, ENDS_Q, TENSORS.index("cu_seqlens_k"))
+"""The tensors that each kind of calls must have."""
 
-
-PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 9
-"""Of q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes, sinks and descales."""
-
-PLACES_WITH_GRADIENT = indices_of("q", "k", "v", "sinks")
-"""The tensors of calls on packed keys that may require grad."""
+WITH_GRADIENT = {DENSE: (Q, K, V, SINKS), PACKED: (Q, K, V, SINKS), PAGED: (), CACHED: ()}
+"""The tensors that may require grad."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-PLACES_OF_LENGTHS = indices_of(*LENGTHS_OF_PACKED)
-PLACES_OF_BATCH = indices_of("alibi_slopes", *DESCALE_NAMES)
-PLACES_OF_ANY_LENGTH = (*indices_of("q", "k", "v"), *PLACES_OF_LENGTHS)
-"""The tensors of a call on packed keys whose rows or entries may be more or fewer in each call."""
+lengths_of = itemgetter(*map(TENSORS.index, LENGTHS_OF_PACKED))
+"""Picks the tensors with the lengths of packed q and k, in the order of their names."""
 
-REQUIRED_OF_PACKED = indices_of("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-
-PLACES_OF_TOTAL = indices_of("q", "out")
-"""The tensors that have as many rows as there are packed queries."""
-
-ANY_NUMBER = 1  # in a description, what may be another number in each call
+ANY_NUMBER = 2
+"""In a description, rows of a tensor that may have another number of them in each call."""
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
@@ -127,71 +121,47 @@ MOST_FORWARD_TILES = 1 << 24  # tiles at most: 32 bits count their marks and log
 MOST_RAGGED_ROWS = 1 << 29
 """Rows of a tensor at most: 32 bits hold the sum of two rows' numbers and a bound of a window."""
 
-Integers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""The tensors that `LENGTHS_OF_PACKED` names."""
+Made = TypeVar("Made")
 
-Described = tuple[Description | None, ...]
+Described = tuple[Operand | None, ...]
 """What each of the `TENSORS` is like; None where none is given."""
 
 
-def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Described:
-    """Describe each of the `TENSORS` that is given."""
-    required, with_gradient = (0, 1, 2), ()
-    if kind == PACKED:
-        required, with_gradient = REQUIRED_OF_PACKED, PLACES_WITH_GRADIENT
-    described = tuple([
+def describe_tensors(
+    kind: str, tensors: tuple[torch.Tensor | None, ...], function_names: tuple[str, ...] = ()
+) -> Described:
+    """Describe each of the `TENSORS` that is given, and the tensors of the user's functions."""
+    names = *NAMES_BY_KIND[kind], *function_names
+    alignments = *ALIGNMENTS, *[1] * len(function_names)
+    required, with_gradient = REQUIRED[kind], WITH_GRADIENT[kind]
+    return tuple([
         None if tensor is None and i not in required
         else describe(name, tensor, alignment, i in with_gradient)
-        for i, (name, tensor, alignment) in enumerate(
-            zip(NAMES_BY_KIND[kind], tensors, ALIGNMENTS, strict=True)
-        )
+        for i, (name, tensor, alignment) in enumerate(zip(names, tensors, alignments, strict=True))
     ])  # fmt: skip
-    # Kernels read memory, where a lazy negation or conjugation is not done yet.
-    names = *DESCALE_NAMES, "alibi_slopes", "sinks"
-    for name, tensor in zip(names, tensors[-6:-1], strict=True):
-        if tensor is not None:
-            check_resolved(name, tensor)
-    return described
 
 
-def packed_tensors(
-    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks, *descales
-) -> tuple[torch.Tensor | None, ...]:
-    """The `TENSORS` of a call on packed keys."""
-    return (
-        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, *descales,
-        slopes, sinks, None,
-    )  # fmt: skip
+def places_of_totals(kind: str, has_packed_queries: bool) -> tuple[tuple[int, ...], ...]:
+    """Where tensors are that have as many rows as packed q, and as packed k."""
+    return (Q, OUT) if has_packed_queries else (), (K, V) if kind == PACKED else ()
 
 
-def without_total(described: Described) -> Described:
-    """What calls with packed queries on a cache have in common that differ in their total only: no
-    output, and of q all but its rows. Strides do not depend on them."""
-    shape, *rest = described[0]
-    if len(shape) != len(PACKED_DIMENSIONS):
-        # It is refused, as it is.
-        return described
-    return (((ANY_NUMBER, *shape[1:]), *rest), *described[1:-1], None)
-
-
-def without_lengths(described: Described) -> Described:
-    """What calls on packed keys have in common that differ in their lengths and strides only."""
+def without_totals(described: Described, kind: str) -> Described:
+    """What calls have in common that differ in their totals only."""
     found = list(described)
-    for place in PLACES_OF_ANY_LENGTH:
-        if found[place] is not None:
-            (_, *sizes), _, *kind = found[place]
-            strides = (*[0] * len(sizes), 1)
-            found[place] = ((ANY_NUMBER, *sizes), strides, *kind)
-    for place in PLACES_OF_BATCH:
-        if found[place] is not None:
-            shape, *rest = found[place]
-            found[place] = ((ANY_NUMBER,) * (len(shape) - 1) + shape[-1:], *rest)
-    return (*found[:-1], None)
+    for side in places_of_totals(kind, described[ENDS_Q] is not None):
+        for place in side:
+            operand = found[place]
+            if operand is not None and len(operand.shape) == len(PACKED_DIMENSIONS):
+                found[place] = operand._replace(shape=(ANY_NUMBER, *operand.shape[1:]))
+    return tuple(found)
 
 
 class AttentionCall(
     namedtuple(
-        "AttentionCall", (*TENSORS, "kind", "max_seqlen_q"), defaults=(*[None] * 10, CACHED, None)
+        "AttentionCall",
+        (*TENSORS, "kind", "max_seqlen_q"),
+        defaults=(*[None] * len(TENSORS), CACHED, None),
     )
 ):
     """What each of the `TENSORS` is like, an `Operand`, and what follows from that.
@@ -207,14 +177,8 @@ class AttentionCall(
     def of(
         cls, described: Described, kind: str, max_seqlen_q: int | None = None
     ) -> "AttentionCall":
-        """The call whose tensors are described."""
-        return cls(*map(operand_of, described), kind, max_seqlen_q)
-
-    @classmethod
-    def dense(cls, *operands: Operand | None) -> "AttentionCall":
-        """A dense call: q, k, v, alibi_slopes, sinks and, if there are any, descales."""
-        named = dict(zip(TENSORS_OF_DENSE, operands, strict=False))
-        return cls(**dict.fromkeys(TENSORS) | named, kind=DENSE)
+        """The call whose `TENSORS` are described, the first of these."""
+        return cls(*described[: len(TENSORS)], kind, max_seqlen_q)
 
     @property
     def is_packed(self) -> bool:
@@ -231,7 +195,7 @@ class AttentionCall(
 
     @property
     def seqlen_q(self) -> int:
-        """Queries of a sequence; of packed ones the most."""
+        """Queries of a sequence; of packed ones on a cache the most."""
         return self.max_seqlen_q if self.is_packed else self.q.shape[1]
 
     @property
@@ -291,6 +255,11 @@ class AttentionCall(
         return not self.has_cache and self.q.dtype == FP8_DTYPE
 
     @property
+    def has_fp16_out(self) -> bool:
+        """Whether FP8 is multiplied to fp16: the caller's output says so."""
+        return self.is_fp8 and self.out is not None and self.out.dtype == torch.float16
+
+    @property
     def q_in_16_bits(self) -> Operand:
         """q, with the dtype that its output has."""
         return self.q._replace(dtype=dtype_of_output(self.q.dtype))
@@ -303,6 +272,17 @@ class AttentionCall(
     def seqlen_new(self) -> int:
         """Tokens that a sequence gets; of all sequences with cu_seqlens_k_new."""
         return 0 if self.k_new is None else self.k_new.shape[-3]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        heads = self.heads_q
+        return (heads, self.q.shape[0]) if self.is_packed else (self.batch, heads, self.seqlen_q)
+
+    @property
+    def most_queries(self) -> int:
+        """Rows of packed queries on packed keys that kernels can count in 32 bits."""
+        tiles = MOST_FORWARD_TILES // max(1, self.heads_q) - self.batch
+        return min(MOST_RAGGED_ROWS, (tiles + 1) * FEWEST_ROWS - 1)
 
     def name(self, tensor: str) -> str:
         """What the function calls one of the `TENSORS`."""
@@ -337,16 +317,32 @@ class AttentionCall(
             return spec
         if options.has_dropout:
             raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
-        return replace(spec, dtype=FP8, fp8_out=options.fp8_out)
+        return replace(spec, dtype=FP8, fp8_out="float16" if self.has_fp16_out else spec.dtype)
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
         """What is compiled for packed sequences, and the bounds that any lengths may have."""
         window = options.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
         return self.spec(options, window, window.right == 0), window
 
+    def overlaps(
+        self, described: Described, function_names: tuple[str, ...], appends: bool
+    ) -> CheckOfAddresses | None:
+        """Return the check that what the call writes shares no memory; None if it writes nothing.
+
+        Args:
+            described: the `TENSORS` and the tensors of the user's functions.
+            appends: whether the caches are written.
+        """
+        names = *NAMES_BY_KIND[self.kind], *function_names
+        written = "out", *[self.name("k"), self.name("v")] * appends
+        if self.out is None and not appends:
+            return None
+        totals = places_of_totals(self.kind, self.is_packed)
+        with_totals = tuple(tuple(names[place] for place in side) for side in totals)
+        return check_of_addresses(names, described, written, with_totals)
+
     def problem(self, options: Options) -> Problem:
-        """The problem of a dense call; raises unless the tensors pose one."""
-        check_tensors(self)
+        """The problem of a dense call."""
         (batch, seqlen_q, heads_q, _), seqlen_k = self.q.shape, self.k.shape[1]
         window = options.window.tighten(seqlen_q, seqlen_k)
         spec = self.spec(options, window, options.window.right == 0)
@@ -355,6 +351,17 @@ class AttentionCall(
 
 
 # ------------------------------------------------------------------------------------ tensors
+
+
+def of_any_totals(
+    prepare: Callable[[Described, Options], Made], described: Described, options: Options
+) -> Made:
+    """What `prepare` makes of a description without its totals; its complaints have them."""
+    try:
+        return prepare(without_totals(described, options.kind), options)
+    except (TypeError, ValueError):
+        check_tensors(AttentionCall.of(described, options.kind, options.max_seqlen_q))
+        raise
 
 
 def check_tensors(call: AttentionCall) -> None:
@@ -368,22 +375,23 @@ def check_tensors(call: AttentionCall) -> None:
         check_fp8(call)
     check_kind(call.q_in_16_bits)
     check_layout("q", call.q)
+    if call.is_packed:
+        check_packed_queries(call)
     check_descales(call)
-    if call.kind == PACKED:
-        check_packed_keys(call)
-    else:
-        check_keys(call)
+    check_keys(call)
     check_heads_divide(call.q, call.name("k"), call.k)
+    check_integers(call)
     if call.has_cache:
         check_cache(call)
     elif call.kind == DENSE:
         check_forward_counts(call.batch, call.seqlen_q, call.k.shape[1], call.heads_q)
-    if call.alibi_slopes is not None and call.kind != PACKED:
+    if call.alibi_slopes is not None:
         check_alibi_slopes(call.alibi_slopes, call.q, call.batch)
     if call.sinks is not None:
         check_sinks(call.sinks, call.q_in_16_bits)
     if call.out is not None:
-        check_output(call.out, call.out_shape, call.q)
+        q = call.q._replace(dtype=torch.float16) if call.has_fp16_out else call.q
+        check_output(call.out, call.out_shape, q)
 
 
 def check_fp8(call: AttentionCall) -> None:
@@ -418,19 +426,17 @@ def check_descales(call: AttentionCall) -> None:
             )
         check_dtype(name, descale, torch.float32)
         check_device(name, descale, "q", call.q)
-        if call.kind != PACKED:  # there `check_sizes` does it, for each number of sequences
-            check_shape(name, descale, (call.batch, call.heads_kv), "q and " + call.name("k"))
+        check_shape(name, descale, (call.batch, call.heads_kv), "q and " + call.name("k"))
 
 
-def check_packed_keys(call: AttentionCall) -> None:
-    """Raise unless packed k and v go with q."""
-    check_same_kind("k", call.k, call.q)
-    check_same_kind("v", call.v, call.q)
-    check_head_dim("v", call.v)
-    if call.k.shape[2] != call.head_dim:
-        raise ValueError(f"k must have head_dim {call.head_dim} like q, got {call.k.shape[2]}")
-    if call.v.shape[1] != call.heads_kv:
-        raise ValueError(f"v must have {call.heads_kv} heads like k, got {call.v.shape[1]}")
+def check_packed_queries(call: AttentionCall) -> None:
+    """Raise unless packed queries can be cut into sequences."""
+    ends = call.cu_seqlens_q
+    if len(ends.shape) != 1 or not ends.shape[0]:
+        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(ends.shape)}")
+    if call.has_cache and call.max_seqlen_q is None:
+        raise ValueError("max_seqlen_q must be given with cu_seqlens_q")
+    check_steps("q", call.q)
 
 
 def check_steps(name: str, operand: Operand) -> None:
@@ -442,32 +448,48 @@ def check_steps(name: str, operand: Operand) -> None:
 def check_keys(call: AttentionCall) -> None:
     """Raise unless k and v, or the pages of a cache, go with q."""
     name_k, name_v = call.name("k"), call.name("v")
-    if call.is_packed:
-        check_packed_queries(call)
     dimensions = DIMENSIONS if call.page_table is None else PAGED_DIMENSIONS
+    if call.kind == PACKED:
+        dimensions = PACKED_DIMENSIONS
     kind = call.q._replace(dtype=FP8_DTYPE) if call.has_fp8_cache else call.q
     check_like_q(name_k, call.k, kind, dimensions)
     check_like_q(name_v, call.v, kind, dimensions)
     check_head_dim(name_v, call.v)
-    outer, inner, heads_kv, _ = call.k.shape
-    if call.page_table is not None and inner == 0:
+    if call.kind == PACKED:
+        check_steps("k", call.k)
+        check_steps("v", call.v)
+    *rows, heads_kv, _ = call.k.shape
+    if call.page_table is not None and call.page_size == 0:
         raise ValueError(
             f"{name_k} must have pages of 1 token or more to go with page_table, got shape "
             f"{tuple(call.k.shape)}"
         )
-    sequences = outer if call.has_cache else call.batch
-    check_shape(name_k, call.k, (sequences, inner, heads_kv, call.head_dim), "q")
-    check_shape(name_v, call.v, (outer, inner, heads_kv, call.head_dim_v), name_k)
+    rows_of_q = [call.batch, rows[1]] if call.kind == DENSE else rows
+    check_shape(name_k, call.k, (*rows_of_q, heads_kv, call.head_dim), "q")
+    check_shape(name_v, call.v, (*rows, heads_kv, call.head_dim_v), name_k)
 
 
-def check_packed_queries(call: AttentionCall) -> None:
-    """Raise unless packed queries can be cut into sequences."""
-    ends = call.cu_seqlens_q
-    if len(ends.shape) != 1 or not ends.shape[0]:
-        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(ends.shape)}")
-    if call.max_seqlen_q is None:
-        raise ValueError("max_seqlen_q must be given with cu_seqlens_q")
-    check_steps("q", call.q)
+def check_integers(call: AttentionCall) -> None:
+    """Raise unless the int32 tensors have one row for each sequence of q."""
+    # With packed keys, kernels read the lengths where they are.
+    devices = [call.q.device, *[torch.device("cpu")] * call.has_cache]
+    for name in (*INTEGERS, "cu_seqlens_k"):
+        operand = getattr(call, name)
+        if operand is None:
+            continue
+        shown = call.name(name)
+        check_dtype(shown, operand, torch.int32)
+        if operand.device not in devices:
+            other = ", or on the CPU" if call.has_cache else ""
+            raise ValueError(
+                f"{shown} must be on {call.q.device} like q{other}, got {operand.device}"
+            )
+        if name == "page_table":
+            check_rank(shown, operand, ("batch", "pages"))
+        else:
+            entries = call.batch + name.startswith("cu_seqlens")
+            check_shape(shown, operand, (entries,), "cu_seqlens_q" if call.is_packed else "q")
+        check_contiguous(shown, operand)
 
 
 def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
@@ -487,98 +509,27 @@ def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -
         )
 
 
-# ----------------------------------------------------------------------- a call on packed keys
-
-
-def check_sizes(described: Described) -> int:
-    """Raise unless TMA can walk packed q, k and v, and lengths and slopes are of their sequences.
-
-    Returns:
-        the number of sequences.
-    """
-    for name, description in zip(("q", "k", "v"), described, strict=False):
-        check_rows(name, description)
-    ends = described[PLACES_OF_LENGTHS[0]]
-    shape, device, q = ends[0], described[0][3], Operand(*described[0])
-    if len(shape) != 1 or not shape[0]:
-        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(shape)}")
-    batch = shape[0] - 1
-    for place in PLACES_OF_LENGTHS:
-        name, description = TENSORS[place], described[place]
-        entries = batch + name.startswith("cu_seqlens")
-        # Nearly all are like this, and are spared the checks.
-        if description not in (None, ((entries,), (1,), torch.int32, device)):
-            operand = Operand(*description)
-            check_dtype(name, operand, torch.int32)
-            check_device(name, operand, "q", q)
-            check_shape(name, operand, (entries,), "cu_seqlens_q")
-            check_contiguous(name, operand)
-    slopes = described[-3]
-    if slopes is not None:
-        check_alibi_slopes(Operand(*slopes), q, batch)
-    for name in DESCALE_NAMES:
-        descale = described[TENSORS.index(name)]
-        if descale is not None and q.dtype == FP8_DTYPE:
-            heads_kv = described[1][0][-2]
-            check_shape(name, Operand(*descale), (batch, heads_kv), "cu_seqlens_q and k")
-    return batch
-
-
-def check_rows(name: str, description: Description) -> None:
-    """Raise unless a tensor is (total, heads, head_dim), and TMA can read it without a copy."""
-    shape, stride, dtype, *_ = description
-    unit = ALIGNMENT // dtype.itemsize
-    if len(shape) != 3 or stride[2] != 1 or stride[0] % unit or stride[1] % unit:
-        operand = Operand(*description)
-        check_rank(name, operand, PACKED_DIMENSIONS)
-        check_contiguous(name, operand)
-        check_steps(name, operand)
-
-
-def are_of_batch(
-    integers: Integers,
-    slopes: torch.Tensor | None,
-    batch: int,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
-) -> bool:
-    """Whether lengths, vectors all, slopes and descales have entries for so many sequences."""
-    _, ends_k, used_q, used_k = integers
-    return (
-        ends_k.shape[0] == batch + 1 > 0
-        and (used_q is None or used_q.shape[0] == batch)
-        and (used_k is None or used_k.shape[0] == batch)
-        and (slopes is None or slopes.ndim == 1 or slopes.shape[0] == batch)
-        and (scale_q is None or scale_q.shape[0] == batch)
-        and (scale_k is None or scale_k.shape[0] == batch)
-        and (scale_v is None or scale_v.shape[0] == batch)
-    )
-
-
 def check_totals(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], batch: int
-) -> tuple[int, int]:
-    """Raise unless k and v have the same rows, and kernels can count rows and tiles in 32 bits.
-
-    Args:
-        q, k, v: their shapes.
-
-    Returns:
-        the rows of q, and the rows of k.
-    """
-    (total_q, heads, _), total_k, total_v = q, k[0], v[0]
-    if total_v != total_k:
-        raise ValueError(f"v must have {total_k} rows like k, got {total_v}")
-    if total_q > MOST_RAGGED_ROWS or total_k > MOST_RAGGED_ROWS:
-        name, total = ("q", total_q) if total_q > MOST_RAGGED_ROWS else ("k", total_k)
-        raise ValueError(f"{name} must have at most {MOST_RAGGED_ROWS} rows, got {total}")
-    if heads * (total_q // FEWEST_ROWS + batch) > MOST_FORWARD_TILES:
-        raise ValueError(
-            f"q must have at most {MOST_FORWARD_TILES} tiles of {FEWEST_ROWS} rows, got {total_q} "
-            f"rows of {batch} sequences and {heads} heads"
-        )
-    return total_q, total_k
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    most_queries: int,  # rows of q at most
+    are_packed: bool,  # whether k and v are packed too
+) -> None:
+    """Raise unless kernels can count the rows of packed tensors, and these have equal totals."""
+    total_q = q.shape[0]
+    if total_q > most_queries:
+        raise ValueError(f"q must have at most {most_queries} rows, got {total_q}")
+    if out is not None and out.shape[0] != total_q:
+        raise ValueError(f"out must have {total_q} rows like q, got {out.shape[0]}")
+    if not are_packed:
+        return
+    total_k = k.shape[0]
+    if total_k > MOST_RAGGED_ROWS:
+        raise ValueError(f"k must have at most {MOST_RAGGED_ROWS} rows, got {total_k}")
+    if v.shape[0] != total_k:
+        raise ValueError(f"v must have {total_k} rows like k, got {v.shape[0]}")
 
 
 # ----------------------------------------------------------------------------- a call on a cache
@@ -588,7 +539,12 @@ def check_cache(call: AttentionCall) -> None:
     """Raise unless a cache can be attended to and appended to like this."""
     if call.max_seqlen_q is not None and not call.is_packed:
         raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {call.max_seqlen_q}")
-    check_indices(call)
+    if call.cache_batch_idx is None and call.num_sequences != call.batch:
+        name = call.name("k") if call.page_table is None else "page_table"
+        raise ValueError(
+            f"{name} must have {call.batch} rows like q, or cache_batch_idx must say which are "
+            f"meant, got {call.num_sequences}"
+        )
     if call.k_new is not None or call.v_new is not None:
         check_new_tokens(call)
     if call.rotary_cos is not None or call.rotary_sin is not None:
@@ -614,32 +570,6 @@ def check_cache_counts(call: AttentionCall) -> None:
         )
     group = call.heads_q // max(1, call.heads_kv)
     Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity).check("q")
-
-
-def check_indices(call: AttentionCall) -> None:
-    """Raise unless the int32 tensors have one row for each sequence of q."""
-    for name in INTEGERS:
-        operand = getattr(call, name)
-        if operand is None:
-            continue
-        shown = call.name(name)
-        check_dtype(shown, operand, torch.int32)
-        if operand.device not in (call.q.device, torch.device("cpu")):
-            raise ValueError(
-                f"{shown} must be on {call.q.device} like q, or on the CPU, got {operand.device}"
-            )
-        if name == "page_table":
-            check_rank(shown, operand, ("batch", "pages"))
-        else:
-            entries = call.batch + name.startswith("cu_seqlens")
-            check_shape(shown, operand, (entries,), "q")
-        check_contiguous(shown, operand)
-    if call.cache_batch_idx is None and call.num_sequences != call.batch:
-        name = call.name("k") if call.page_table is None else "page_table"
-        raise ValueError(
-            f"{name} must have {call.batch} rows like q, or cache_batch_idx must say which are "
-            f"meant, got {call.num_sequences}"
-        )
 
 
 def check_new_tokens(call: AttentionCall) -> None:

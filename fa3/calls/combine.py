@@ -8,11 +8,10 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.devices import gpu_of
-from fa3.calls.eager import check_resolved, is_traced
+from fa3.calls.eager import is_traced
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
-    Description,
     Operand,
     check_apart,
     check_device,
@@ -24,7 +23,6 @@ from fa3.calls.operands import (
     check_shape,
     check_writable,
     describe,
-    operand_of,
 )
 from fa3.calls.operators import trace_combine
 from fa3.complaints import shown
@@ -84,12 +82,11 @@ def flash_attn_combine(
         describe("out_partial", out_partial),
         describe("lse_partial", lse_partial, alignment=1),
     )
-    check_resolved("lse_partial", lse_partial)
     call = prepare_combine(*parts_described, out_described, out_dtype)
     if out is not None:
         check_writable("out", out)
-        names = "out_partial", "lse_partial"
-        check_apart("out", out, names, (out_partial, lse_partial))
+        tensors = {"out": out, "out_partial": out_partial, "lse_partial": lse_partial}
+        check_apart(("out",), tensors)
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
@@ -109,11 +106,10 @@ def flash_attn_combine(
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_combine(
-    partial: Description, lse: Description, out: Description | None, out_dtype: torch.dtype
+    partial: Operand, lse: Operand, out: Operand | None, out_dtype: torch.dtype
 ) -> tuple[Callable, int] | None:
     """Validate a merge; return its kernel and CTAs, None on the CPU or with nothing to merge."""
     check_settings()
-    partial, lse, out = Operand(*partial), Operand(*lse), operand_of(out)
     check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
     check_dtype("out_partial", partial, torch.float32)
     if partial.device.type not in ("cpu", "cuda"):

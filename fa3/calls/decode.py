@@ -61,24 +61,26 @@ class PreparedDecode(NamedTuple):
     def attend(
         self,
         operands: RaggedOperands,
-        tables: CacheTables,
+        sizes: None,
         modifiers: tuple[torch.Tensor, ...] | None,
-        softmax_scale: float,
-        seqlen_new: int = 0,
-        max_seqlen_k: int = 0,
-        descales: tuple[torch.Tensor, ...] | None = None,
+        scale: float,
+        dropout: None,
+        tables: CacheTables,
+        seqlen_new: int,
+        descales: tuple[torch.Tensor, ...] | None,
     ) -> None:
-        """Attend; `values_of_decode` has the same arguments.
+        """Attend; `values_of_decode` says what the arguments are.
         None of the tensors that have queries or keys is empty. Without lengths the cache is full.
         """
-        of_call = operands, tables, modifiers, softmax_scale, seqlen_new, max_seqlen_k, descales
         if self.prepared is not None:
-            self.prepared.run(values_of_decode(*of_call))
+            self.prepared.run(
+                values_of_decode(operands, tables, modifiers, scale, seqlen_new, 0, descales)
+            )
             return
-        most_keys = max_seqlen_k or self.plan.sizes.capacity
         execute_decode(
-            self.plan, operands, most_keys, softmax_scale, modifiers, tables, seqlen_new, descales
-        )
+            self.plan, operands, self.plan.sizes.capacity, scale, modifiers, tables, seqlen_new,
+            descales,
+        )  # fmt: skip
 
 
 def plan_decode(

@@ -34,7 +34,7 @@ def draw_rng_state(device: torch.device) -> torch.Tensor:
 
 def described_state(rng_state: torch.Tensor) -> Operand:
     """Describe a seed that the caller gives; raises unless it is one."""
-    operand = Operand(*describe("rng_state", rng_state, STATE_BYTES))
+    operand = describe("rng_state", rng_state, STATE_BYTES)
     check_dtype("rng_state", operand, torch.int64)
     if tuple(operand.shape) != (1,):
         raise ValueError(f"rng_state must have shape (1,), got {tuple(operand.shape)}")

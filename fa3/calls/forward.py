@@ -1,56 +1,22 @@
 """`flash_attn_func`: validate, plan, run. CPU tensors go to the reference, CUDA tensors to Hopper.
 
-What follows from a call's shapes, strides, types and options (is it valid, how will it run, which
-compiled kernel) is worked out once and remembered, so that a repeated call costs a look-up, the
-allocation of its outputs and the launch.
+How a call runs is worked out once for its shapes, strides, types and options, and remembered
+(`fa3.calls.attention`).
 """
 
 import functools
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 
-from fa3.calls import assertions, operators
-from fa3.calls.autograd import (
-    NO_LENGTHS,
-    DifferentiableCall,
-    attend_differentiably,
-    check_differentiable,
-    wants_gradient,
-)
-from fa3.calls.backward import BackwardCall
-from fa3.calls.call import DESCALE_NAMES, TENSORS_OF_DENSE, AttentionCall
+from fa3.calls import operators
+from fa3.calls.attention import PreparedAttention, checked_call, run_call
+from fa3.calls.call import Described
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.dropout import dropout_of
-from fa3.calls.eager import check_resolved, is_traced
 from fa3.calls.launcher import Prepared, lse_address
-from fa3.calls.modifiers import (
-    describe_modifier,
-    function_names,
-    modifier_tensors,
-    with_functions,
-)
-from fa3.calls.operands import (
-    ALIGNMENT,
-    Description,
-    Output,
-    check_out,
-    describe,
-    hide_all_keys,
-    operand_of,
-)
-from fa3.calls.operators import trace_attention
-from fa3.calls.options import (
-    DENSE,
-    FROM_FLASH_ATTENTION_2,
-    Checked,
-    Options,
-    check_hashable,
-    check_scale,
-    options_of,
-)
+from fa3.calls.options import DENSE, Options, check_hashable
 from fa3.calls.scales import Scales
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
@@ -59,59 +25,40 @@ from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, choose_dense
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
-from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.graphs import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
-from fa3.settings import check_settings
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """What a call's description leads to."""
+class PreparedForward(NamedTuple):
+    """How calls of a description run in the forward kernel."""
 
-    # How it runs in the forward kernel; None if it does not, or if there is nothing to compute.
-    plan: Plan | None
-    output: Output
-    lse_shape: tuple[int, ...]
-    problem: Problem  # what is asked, also if there is nothing to compute
-    prepared: Prepared | None = None  # the launches of the plan; None on the CPU
-    grouped: PreparedDecode | None = None  # how it runs in the decode kernel; None if it does not
-    scales: Scales | None = None  # of a call in FP8
+    plan: Plan
+    prepared: Prepared | None  # its launches; None on the CPU
 
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tensors: tuple[torch.Tensor, ...] | None,
-        out: torch.Tensor | None = None,
-        returns_lse: bool = True,
-        scale: float = 1.0,
-        dropout: Dropout | None = None,
-        descales: tuple[torch.Tensor | None, ...] | None = None,  # of q, k and v in FP8
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
-        if out is None:
-            out = self.output.allocate(q)
-        lse = q.new_empty(*self.lse_shape, dtype=torch.float32) if returns_lse else None
-        scales = self.scales.of(*descales) if self.scales is not None and descales else None
-        if self.prepared is not None:
-            drawn = None if dropout is None else dropout.arguments
-            self.prepared.run(values_of_dense(q, k, v, out, lse, tensors, scale, drawn, scales))
-        elif self.plan is not None:
-            execute(self.plan, (q, k, v, out, lse), scale, tensors, dropout, scales)
-        elif self.grouped is not None:
-            operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
-            self.grouped.attend(operands, NO_TABLES, tensors, scale)
-        else:
-            hide_all_keys(out, lse, tensors[-1] if self.problem.spec.sinks else None)
-        return out, lse
+        operands: RaggedOperands,  # dense ones
+        sizes: None,
+        modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
+        scale: float,
+        dropout: Dropout | None,
+        tables: CacheTables,
+        seqlen_new: int,
+        descales: tuple[torch.Tensor, ...] | None,  # of FP8 tensors
+    ) -> None:
+        """Write out and, unless it is None, the log-sum-exp."""
+        if self.prepared is None:
+            execute(self.plan, operands[:5], scale, modifiers, dropout, descales)
+            return
+        drawn = None if dropout is None else dropout.arguments
+        self.prepared.run(values_of_dense(*operands[:5], modifiers, scale, drawn, descales))
 
 
 def values_of_dense(
@@ -243,88 +190,20 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    given = (
+    tensors = (
+        q, k, v, None, None, None, None, None, None, None, None, None, None, None, None, None,
+        q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
+    )  # fmt: skip
+    options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
         deterministic, dropout_p, pack_gqa, qv,
     )  # fmt: skip
-    descales = q_descale, k_descale, v_descale
     if not (schedule is plan is None):
         check_choices(schedule, plan)
-    if is_traced(q):
-        return trace_attention(
-            DENSE, window_size, given, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale, alibi_slopes=alibi_slopes, sinks=sinks, out=out,
-            softmax_scale=softmax_scale, score=score, mask=mask, schedule=schedule, plan=plan,
-            rng_state=rng_state,
-        )  # fmt: skip
-    tensors = q, k, v, alibi_slopes, sinks, *descales
-    try:
-        has_gradient = wants_gradient(q, k, v, sinks)
-    except AttributeError:
-        describe_dense(tensors)  # says what is no tensor
-        raise
-    checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
-    checked, function_tensors = with_functions(checked, q, score, mask, out)
-    read = modifier_tensors(alibi_slopes, function_tensors, sinks)
-    options, returns_lse, deterministic, dropout_p, _ = checked
-    dropout = dropout_of(dropout_p, rng_state, q)
-    call = dense_call(tensors, checked, schedule, plan)
-    scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
-    if assertions.ASSERTIONS and not options.softcap and call.scales is None:
-        assertions.check_scores(q, k, scale)
-    if has_gradient:
-        check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
-        num_sms = 0 if call.plan is None else call.plan.gpu.num_sms
-        backward = BackwardCall(call.problem, None, scale, deterministic, num_sms)
-        attend = functools.partial(call.attend, scale=scale, dropout=dropout)
-        differentiable = DifferentiableCall(attend, backward, NO_LENGTHS, dropout, returns_lse)
-        return attend_differentiably(differentiable, q, k, v, *(read or ()))
-    if out is not None:
-        names = *TENSORS_OF_DENSE, *function_names(options)
-        others = *tensors, *function_tensors
-        check_out(out, call.output.shape, q, names, others, call.problem.spec.out_dtype)
-    out, lse = call.attend(q, k, v, read, out, returns_lse, scale, dropout, descales)
-    return (out, lse) if returns_lse else out
-
-
-DENSE_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 5
-DENSE_WITH_GRADIENT = 0, 1, 2, 4
-"""Of the `TENSORS_OF_DENSE`: bytes to align to, and which may require grad."""
-
-
-def describe_dense(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Description | None, ...]:
-    """Describe q, k, v, alibi_slopes, sinks and, if there are any, descales."""
-    q, k, v, slopes, sinks, *descales = tensors
-    for name, scale in zip(DESCALE_NAMES, descales, strict=False):
-        if isinstance(scale, torch.Tensor):
-            check_resolved(name, scale)
-    return (
-        describe("q", q, ALIGNMENT, True),
-        describe("k", k, ALIGNMENT, True),
-        describe("v", v, ALIGNMENT, True),
-        None if slopes is None else describe_modifier("alibi_slopes", slopes),
-        None if sinks is None else describe_modifier("sinks", sinks, True),
-        *(
-            None if scale is None else describe(name, scale, 1)
-            for name, scale in zip(DESCALE_NAMES, descales, strict=False)
-        ),
-    )
-
-
-def dense_call(
-    tensors: tuple[torch.Tensor | None, ...],
-    checked: Checked,
-    schedule: ScheduleChoice,
-    plan: Plan | None,
-) -> PreparedCall:
-    """What these tensors and options lead to: of the latest call if it was like this one."""
-    if not (schedule is plan is None):
-        return prepare_forward(describe_dense(tensors), checked.options, schedule, plan)
-    call, _ = checked.latest.find(tensors)
-    if call is None:
-        call = prepare_forward(describe_dense(tensors), checked.options, None, None)
-        checked.latest.remember(tensors, DENSE_ALIGNMENTS, (), call, DENSE_WITH_GRADIENT)
-    return call
+    arguments = (
+        softmax_scale, window_size, score, mask, rng_state, None, None, None, None, schedule, plan,
+    )  # fmt: skip
+    return run_call(DENSE, prepare_forward, tensors, options, arguments)
 
 
 def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
@@ -335,47 +214,47 @@ def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_forward(
-    described: tuple[Description | None, ...],  # the `TENSORS_OF_DENSE`
-    options: Options,
-    schedule: ScheduleChoice,
-    given_plan: Plan | None,
-) -> PreparedCall:
-    """Validate a call, plan it and load its kernel."""
-    check_settings()
-    call = AttentionCall.dense(*map(operand_of, described))
-    problem, q, pack_gqa = call.problem(options), call.q, options.pack_gqa
-    on_gpu = q.device.type == "cuda"
-    gpu = gpu_of(q.device) if on_gpu else H200
-    if given_plan is None:
+def prepare_forward(described: Described, options: Options) -> PreparedAttention:
+    """Validate calls of this description, plan them and load their kernels."""
+    call = checked_call(described, options)
+    problem, pack_gqa, schedule, plan = (
+        call.problem(options), options.pack_gqa, options.schedule, options.plan,
+    )  # fmt: skip
+    on_gpu, is_planned = call.q.device.type == "cuda", not (schedule is plan is None)
+    gpu = gpu_of(call.q.device) if on_gpu else H200
+    if plan is None:
         gpu = reserve_sms(gpu, options.sm_margin)
     elif schedule is not None:
         raise ValueError("schedule must be None when plan is given: a plan has a schedule")
     elif options.sm_margin:
         raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
     else:
-        check_plan(given_plan)
-        check_same_problem(given_plan, problem)
-    if pack_gqa and not (given_plan is schedule is None):
+        check_plan(plan)
+        check_same_problem(plan, problem)
+    if pack_gqa and is_planned:
         raise ValueError(
             "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
         )
-    shapes = Output.of(call.out_shape, q), (call.batch, call.heads_q, call.seqlen_q)
-    is_planned = not (given_plan is schedule is None)
     if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return PreparedCall(None, *shapes, problem)
-    if given_plan is schedule is None:
+        return PreparedAttention.of(call, described, options, None, problem=problem)
+    if not is_planned:
         plan = (plan_call if on_gpu else plan_dense)(problem, gpu, pack_gqa)
-    else:
-        plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
+    elif plan is None:
+        plan = plan_forward(problem, gpu, schedule=schedule)
+    kernels: Any = None
     if isinstance(plan, DecodePlan):
-        grouped = PreparedDecode.of(plan, on_gpu)
-        return PreparedCall(None, *shapes, problem, grouped=grouped)
-    prepared = prepare_plan(plan, q.device) if on_gpu else None
-    scales = Scales.on(q.device, (call.batch, call.heads_kv), True) if call.is_fp8 else None
-    return PreparedCall(plan, *shapes, problem, prepared, scales=scales)
+        kernels = PreparedDecode.of(plan, on_gpu)
+    else:
+        gpu = plan.gpu
+        kernels = PreparedForward(plan, prepare_plan(plan, call.q.device) if on_gpu else None)
+    scales = None
+    if call.is_fp8:
+        scales = Scales.on(call.q.device, (call.batch, call.heads_kv), True)
+    return PreparedAttention.of(
+        call, described, options, kernels, problem=problem, num_sms=gpu.num_sms, scales=scales
+    )
 
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:

@@ -173,7 +173,8 @@ def says_its_stride(tensor: torch.Tensor) -> bool:
 
 def picker(places: list[int]) -> Callable[[Sequence], Any]:
     """Picks what is in some places of a tuple, as a tuple."""
-    if len(places) == 1:
-        (place,) = places
-        return lambda given: (given[place],)
-    return itemgetter(*places) if places else itemgetter(slice(0))
+    if not places:
+        return itemgetter(slice(0))
+    if places[-1] - places[0] == len(places) - 1:
+        return itemgetter(slice(places[0], places[-1] + 1))
+    return itemgetter(*places)

@@ -4,21 +4,12 @@
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fa3.calls.eager import check_resolved
-from fa3.calls.operands import (
-    ALIGNMENT,
-    DTYPES,
-    Description,
-    Operand,
-    check_device,
-    check_dtype,
-    describe,
-)
-from fa3.calls.options import Checked, Options, latest_call
+from fa3.calls.operands import DTYPES, Operand, check_device, check_dtype, describe
+from fa3.calls.options import Options
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.problem import REMEMBERED, AttentionSpec, Window
@@ -80,30 +71,6 @@ def functions_of(
     return ModifierSpec(scores, None if mask is None else Template.of(mask)), tensors
 
 
-def with_functions(
-    checked: Checked,
-    q: torch.Tensor,
-    score: Score | None,
-    mask: Mask | None,
-    out: torch.Tensor | None = None,
-) -> tuple[Checked, tuple[torch.Tensor, ...]]:
-    """Options of a call with the user's score and mask, and the tensors of these.
-    From FP8 to fp16, also the dtype of the output: by default it follows from q."""
-    if out is not None and getattr(out, "dtype", None) == torch.float16 != q.dtype:
-        checked = joined_options(checked, fp8_out="float16")
-    if score is mask is None:
-        return checked, ()
-    describe("q", q, ALIGNMENT, True)
-    functions, tensors = functions_of(q, score, mask)
-    return joined_options(checked, functions=functions), tensors
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def joined_options(checked: Checked, **others: Any) -> Checked:
-    options = checked.options._replace(**others)
-    return checked._replace(options=options, latest=latest_call(options))
-
-
 def function_names(options: Options) -> tuple[str, ...]:
     """What a call knows the tensors of the user's score and mask as."""
     return () if options.functions is None else options.functions.function_names
@@ -138,17 +105,6 @@ def structure_of(
     return ModifierSpec(tuple(map(Template.of, scores)), None, sinks_dtype)
 
 
-def describe_modifier(name: str, tensor: torch.Tensor, has_backward: bool = False) -> Description:
-    """Check of a tensor what may change from call to call, and describe the rest.
-
-    Args:
-        has_backward: whether it may require grad.
-    """
-    description = describe(name, tensor, 1, has_backward)
-    check_resolved(name, tensor)
-    return description
-
-
 def check_alibi_slopes(slopes: Operand, q: torch.Tensor | Operand, batch: int) -> None:
     heads = q.shape[-2]
     check_dtype("alibi_slopes", slopes, torch.float32)
@@ -177,6 +133,6 @@ def check_function(name: str, instance: object, base: type, q: torch.Tensor | Op
     check_class(type(instance), base, "score" if base is Score else "visible")
     for field, tensor in tensors_of(instance):
         field = f"{name}.{field}"
-        operand = Operand(*describe_modifier(field, tensor))
+        operand = describe(field, tensor, 1)
         check_dtype(field, operand, *ELEMENT_DTYPES)
         check_device(field, operand, "q", q)

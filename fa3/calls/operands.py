@@ -1,17 +1,23 @@
 """What a tensor of a call is, and the checks that all calls share.
 
-The checks look at descriptions, so that their outcome can be remembered for repeated calls.
+The checks look at operands, so that their outcome can be remembered for repeated calls.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from fa3.calls.eager import LOWEST_ADDRESS, address_of, check_undifferentiated, lies_nowhere
+from fa3.calls.eager import (
+    LOWEST_ADDRESS,
+    address_of,
+    check_resolved,
+    check_undifferentiated,
+    lies_nowhere,
+)
 from fa3.calls.overlap import Layout, overlaps_itself, share
 from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
@@ -24,11 +30,6 @@ FP8_DTYPE = torch.float8_e4m3fn  # what q, k and v, or a cache, may have besides
 DIMENSIONS = ("batch", "seqlen", "heads", "head_dim")
 PACKED_DIMENSIONS = ("total", "heads", "head_dim")  # of q, k, v and out
 ALIGNMENT = 16  # bytes to which TMA wants storage and strides aligned
-
-
-Description = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-"""The fields of an `Operand` in a plain tuple, which takes a quarter less time to make. Calls are
-looked up by it; an operand is made of it where one is prepared."""
 
 
 class Operand(NamedTuple):
@@ -45,33 +46,43 @@ class Operand(NamedTuple):
         return Layout(self.shape, self.stride, self.dtype.itemsize)
 
 
-class Output(NamedTuple):
-    """The output that a call allocates: contiguous and on q's device."""
+class Outputs(NamedTuple):
+    """What a call allocates: out, contiguous and on q's device, and the log-sum-exp.
+
+    Fields:
+        is_like_q: whether `torch.empty_like` makes out, which takes less time than `new_empty`.
+        is_packed: whether they have as many rows as q has when they are allocated.
+        dtype: of out.
+    """
 
     shape: tuple[int, ...]
-    is_like_q: bool  # whether `torch.empty_like` makes it, which takes less time than `new_empty`
-    is_packed: bool = False  # whether it has as many rows as q has when it is allocated
-    dtype: torch.dtype = torch.bfloat16  # of q, or bfloat16 for queries in FP8
+    lse_shape: tuple[int, ...]
+    is_like_q: bool
+    is_packed: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], q: Operand, is_packed: bool = False) -> "Output":
+    def of(
+        cls, shape: tuple[int, ...], lse_shape: tuple[int, ...], q: Operand, is_packed: bool
+    ) -> "Outputs":
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         is_fp8 = q.dtype == FP8_DTYPE
         is_like_q = not is_fp8 and (shape, strides) == (tuple(q.shape), tuple(q.stride))
-        return cls(shape, is_like_q, is_packed, dtype_of_output(q.dtype))
+        return cls(shape, lse_shape, is_like_q, is_packed, dtype_of_output(q.dtype))
+
+    # Sizes one by one, below: in a tuple they would take torch 0.4 us more.
 
     def allocate(self, q: torch.Tensor) -> torch.Tensor:
         if self.is_like_q:
             return torch.empty_like(q)
-        # Sizes one by one: in a tuple they would take torch 0.4 us more.
-        shape = self.shape_beside(q.shape) if self.is_packed else self.shape
+        shape = (q.shape[0], *self.shape[1:]) if self.is_packed else self.shape
         if q.dtype is self.dtype:
             return q.new_empty(*shape)
         return q.new_empty(*shape, dtype=self.dtype)
 
-    def shape_beside(self, q: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape if q has this one."""
-        return *q[:1], *self.shape[1:]
+    def allocate_lse(self, q: torch.Tensor) -> torch.Tensor:
+        shape = (self.lse_shape[0], q.shape[0]) if self.is_packed else self.lse_shape
+        return q.new_empty(*shape, dtype=torch.float32)
 
 
 def dtype_of_output(dtype: torch.dtype) -> torch.dtype:
@@ -81,32 +92,33 @@ def dtype_of_output(dtype: torch.dtype) -> torch.dtype:
 
 def describe(
     name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT, has_backward: bool = False
-) -> Description:
+) -> Operand:
     """Check what may change from call to call, and describe the rest.
 
     Args:
+        alignment: bytes; 1 for a tensor that kernels read number by number.
         has_backward: whether the tensor may require grad.
 
     Raises:
         TypeError: it is no tensor.
-        ValueError: it requires grad, or begins at another address than a multiple of `alignment`.
+        ValueError: it requires grad, or begins at another address than a multiple of `alignment`,
+            or numbers are to be read that a lazy negation has not changed yet.
         NotImplementedError: it lies nowhere, or has a tangent.
     """
     try:
         if isinstance(tensor, torch.Tensor) and (has_backward or not tensor.requires_grad):
             address = tensor.data_ptr()
             is_aligned = address >= LOWEST_ADDRESS and not address % alignment
-            if is_aligned and forward_ad._current_level < 0:
-                return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            is_resolved = alignment > 1 or not tensor.is_neg()
+            if is_aligned and is_resolved and forward_ad._current_level < 0:
+                return operand_of(tensor)
     except (RuntimeError, TypeError):
         pass
     # Nearly all tensors have been spared this.
     return describe_rare(name, tensor, alignment, has_backward)
 
 
-def describe_rare(
-    name: str, tensor: torch.Tensor, alignment: int, has_backward: bool
-) -> Description:
+def describe_rare(name: str, tensor: torch.Tensor, alignment: int, has_backward: bool) -> Operand:
     """`describe`, step by step, for what it does not see at a glance."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {kind_of(tensor)}")
@@ -118,21 +130,19 @@ def describe_rare(
             f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
             f"storage must be {alignment}-byte aligned"
         )
+    if alignment == 1:
+        check_resolved(name, tensor)
     try:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return operand_of(tensor)
     except RuntimeError as error:
         # Nested tensors have an address, but no strides.
         raise lies_nowhere(name, tensor) from error
 
 
-def describe_unaligned(name: str, tensor: torch.Tensor | None) -> Description | None:
-    """Describe a tensor that may begin at any address, if there is one."""
-    return None if tensor is None else describe(name, tensor, 1)
-
-
-def operand_of(description: Description | None) -> Operand | None:
-    """The operand that is described, if there is one."""
-    return None if description is None else Operand(*description)
+def operand_of(tensor: torch.Tensor) -> Operand:
+    """The operand of a tensor, of which nothing is checked."""
+    # In a third of the time that the class itself takes.
+    return tuple.__new__(Operand, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
 
 
 # ---------------------------------------------------------------------------------- attention
@@ -182,35 +192,12 @@ def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
         )
 
 
-def check_out(
-    out: torch.Tensor,
-    shape: tuple[int, ...],
-    q: torch.Tensor,
-    # names, tensors: what else the call uses; None where none is given.
-    names: tuple[str, ...],
-    tensors: tuple[torch.Tensor | None, ...],
-    dtype: str | None = None,  # of the output, where it does not follow from the dtype of q
-) -> None:
-    """Raise unless a call on q can write its output to a tensor of the caller's."""
-    description = describe("out", out)
-    check_writable("out", out)
-    is_like_q = (out.dtype, out.device) == (dtype_of_output(q.dtype), q.device)
-    if not (is_like_q and out.shape == shape and out.is_contiguous()):
-        # Nearly all outputs are spared this.
-        operand_q = Operand(*describe("q", q, ALIGNMENT, True))
-        check_output(Operand(*description), shape, operand_q, dtype)
-    check_apart("out", out, names, tensors)
-
-
-def check_output(
-    out: Operand, shape: tuple[int, ...], q: Operand, dtype: str | None = None
-) -> None:
+def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
     """Raise unless the output of a call on q can lie like this."""
     is_packed = len(shape) == len(PACKED_DIMENSIONS)
     if q.dtype == FP8_DTYPE:
-        accepted = dtype_of_output(q.dtype) if dtype is None else getattr(torch, dtype)
-        if out.dtype != accepted:
-            raise TypeError(f"out must be {accepted} with q in {q.dtype}, got {out.dtype}")
+        if out.dtype != torch.bfloat16:
+            raise TypeError(f"out must be torch.bfloat16 with q in {q.dtype}, got {out.dtype}")
         q = q._replace(dtype=out.dtype)
     check_like_q("out", out, q, PACKED_DIMENSIONS if is_packed else DIMENSIONS)
     if is_packed:
@@ -299,7 +286,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-CheckOfAddresses = Callable[..., None]  # takes the addresses of the tensors that are given
+CheckOfAddresses = Callable[..., None]  # takes rows of q, of k, and the tensors' addresses
 
 MOST_REMEMBERED = 128  # addresses that a check remembers: a layer has the same ones in every step
 
@@ -307,72 +294,58 @@ MOST_REMEMBERED = 128  # addresses that a check remembers: a layer has the same 
 # Fewer than of other things: each remembers many addresses.
 @functools.lru_cache(maxsize=REMEMBERED // 16)
 def check_of_addresses(
-    names: tuple[str, ...], described: tuple[Description | None, ...], written: tuple[str, ...]
+    names: tuple[str, ...],
+    operands: tuple[Operand | None, ...],
+    written: tuple[str, ...],
+    totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> CheckOfAddresses:
     """The check that what a call writes shares no memory with what else it uses.
 
     Args:
         names: of the call's tensors.
-        described: what they are like; None where none is given.
-        written: names of those that are written, if they are given.
+        operands: what they are; None where there is none.
+        written: names of those that are written, if there are any.
+        totals: names of those that have as many rows as q, and as k, has in a call.
     """
-    layouts = {
-        name: Operand(*description).layout
-        for name, description in zip(names, described, strict=True)
-        if description is not None
-    }
-    given, sizes = list(layouts), [layout.bytes for layout in layouts.values()]
-    places = [given.index(name) for name in written if name in layouts]
+    present = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
+    given, layouts = list(present), [one.layout for one in present.values()]
+    places = [given.index(name) for name in written if name in present]
     pairs = [
         (i, j) for n, i in enumerate(places) for j in range(len(given)) if j not in places[: n + 1]
     ]
+    # The tensors with a total, and which one it is.
+    growing = [(i, side) for i, name in enumerate(given) for side in (0, 1) if name in totals[side]]
+    sizes = [layout.bytes for layout in layouts]
 
     @functools.lru_cache(maxsize=MOST_REMEMBERED)
-    def check(*begins: int) -> None:
+    def check(*numbers: int) -> None:
+        begins, of_call, lengths = numbers[2:], layouts.copy(), sizes.copy()
+        for i, side in growing:
+            shape, stride, itemsize = layouts[i]
+            of_call[i] = Layout((numbers[side], *shape[1:]), stride, itemsize)
+            lengths[i] = of_call[i].bytes
         for i, j in pairs:
             distance = begins[j] - begins[i]
             # Most do not even come near each other.
-            near = -sizes[j] < distance < sizes[i]
-            if near and share(layouts[given[i]], layouts[given[j]], distance):
-                raise overlaps(given[i], given[j])
+            near = -lengths[j] < distance < lengths[i]
+            if near and share(of_call[i], of_call[j], distance):
+                raise ValueError(
+                    f"{given[i]} must not overlap {given[j]}: it is written in a call that uses "
+                    f"{given[j]}"
+                )
 
     return check
 
 
-def check_apart(
-    name: str,
-    written: torch.Tensor,
-    other_names: Iterable[str],
-    others: Iterable[torch.Tensor | None],
-) -> None:
-    """Raise if a tensor that is written shares memory with another one of the call.
-    For tensors that have other sizes in every call: `check_of_addresses` would remember them."""
-    begin = written.data_ptr()
-    end = begin + bytes_of(written)
-    for other_name, other in zip(other_names, others, strict=True):
-        if other is None:
-            continue
-        other_begin = other.data_ptr()
-        # Most do not even come near each other.
-        near = other_begin < end and begin < other_begin + bytes_of(other)
-        if near and share(layout_of(written), layout_of(other), other_begin - begin):
-            raise overlaps(name, other_name)
+def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise if tensors that are written share memory with others of the call.
 
-
-def overlaps(written: str, other: str) -> ValueError:
-    return ValueError(
-        f"{written} must not overlap {other}: it is written in a call that uses {other}"
-    )
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """Where a tensor's elements lie, from the first on."""
-    return Layout(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """From the first byte of a tensor to its last."""
-    return tensor.nbytes if tensor.is_contiguous() else layout_of(tensor).bytes
+    Args:
+        tensors: by name; None where there is none.
+    """
+    present = {name: one for name, one in tensors.items() if one is not None}
+    operands = tuple(map(operand_of, present.values()))
+    check_of_addresses(tuple(present), operands, tuple(written))(0, 0, *addresses(present.values()))
 
 
 def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:

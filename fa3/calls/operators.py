@@ -30,7 +30,6 @@ import torch
 
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import (
-    NO_LENGTHS,
     OF_LSE,
     OF_OUT,
     arrived,
@@ -41,15 +40,12 @@ from fa3.calls.autograd import (
 )
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
-    TENSORS,
     AttentionCall,
     Described,
-    check_sizes,
     check_tensors,
     check_totals,
     describe_tensors,
-    packed_tensors,
-    without_lengths,
+    of_any_totals,
 )
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import draw_rng_state, dropout_of
@@ -60,7 +56,6 @@ from fa3.calls.operands import (
     DTYPES,
     FP8_DTYPE,
     PACKED_DIMENSIONS,
-    Operand,
     check_device,
     check_dtype,
     check_like_q,
@@ -69,6 +64,7 @@ from fa3.calls.operands import (
     check_shape,
     describe,
     dtype_of_output,
+    operand_of,
 )
 from fa3.calls.options import (
     CACHED,
@@ -206,7 +202,7 @@ def fake_attention(
     """Return results like a public function's."""
     names = ("q", "k_cache", "v_cache") if function == CACHED else ("q", "k", "v")
     k, v = rest.get("k_cache", k), rest.get("v_cache", v)
-    operands = [Operand(x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
+    operands = [operand_of(x) for x in (q, k, v)]
     # What can be seen while a graph is traced, with no guard on a size.
     for name, operand in zip(names, operands, strict=True):
         check_rank(name, operand, PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
@@ -227,10 +223,7 @@ def fake_combined(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results like `flash_attn_combine`'s."""
-    partial = Operand(
-        out_partial.shape, out_partial.stride(), out_partial.dtype, out_partial.device
-    )
-    check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
+    check_rank("out_partial", operand_of(out_partial), ("num_splits", *DIMENSIONS))
     _, *shape = out_partial.shape
     batch, seqlen, heads, _ = shape
     combined = out_partial.new_empty(shape if out is None else 0, dtype=out_dtype)
@@ -347,10 +340,10 @@ def check_results(
     """The gradients in memory; raise unless all are of a call with this q and v."""
     dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
     *batch, rows, heads, _ = q.shape
-    q_operand, out_operand = Operand(*describe("q", q)), Operand(*describe("out", out))
+    q_operand, out_operand = describe("q", q), describe("out", out)
     check_like_q("out", out_operand, q_operand, dimensions)
     check_shape("out", out_operand, (*q.shape[:-1], v.shape[-1]), "q and the values")
-    lse_operand = Operand(*describe("the log-sum-exp", lse, lse.element_size()))
+    lse_operand = describe("the log-sum-exp", lse, lse.element_size())
     check_dtype("the log-sum-exp", lse_operand, torch.float32)
     check_device("the log-sum-exp", lse_operand, "q", q_operand)
     check_shape("the log-sum-exp", lse_operand, (*batch, heads, rows), "q")
@@ -359,11 +352,14 @@ def check_results(
     d_out, d_lse = arrived(d_out, d_lse)
     for name, gradient, result in ((OF_OUT, d_out, out_operand), (OF_LSE, d_lse, lse_operand)):
         if gradient is not None:
-            operand = Operand(*describe(name, gradient, 1))
+            operand = describe(name, gradient, 1)
             check_dtype(name, operand, result.dtype)
             check_device(name, operand, "q", q_operand)
             check_shape(name, operand, tuple(result.shape), "q and the values")
     return d_out, d_lse
+
+
+NO_LENGTHS = (None,) * 4  # the lengths of a dense call
 
 
 class BackwardOptions(NamedTuple):
@@ -412,20 +408,21 @@ def gradients_of_call(
     dropout = dropout_of(options.dropout_p, options.rng_state, q)
     asked = Options(window, options.softcap, has_dropout=dropout is not None, functions=functions)
     slopes, sinks = options.alibi_slopes, options.sinks
-    problem: Problem | tuple[AttentionSpec, Window]
-    longest = None
-    if lengths is None:
-        described = describe_tensors(DENSE, (q, k, v, *[None] * 16, slopes, sinks, None))
-        problem = checked_problem(described, asked, DENSE)
-    else:
-        longest = max_seqlen_q, max_seqlen_k
-        tensors = packed_tensors(q, k, v, *lengths, slopes, sinks, *[None] * 3)
-        described = describe_tensors(PACKED, tensors)
-        totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
-        problem = checked_problem(without_lengths(described), asked, PACKED)
+    kind, longest = DENSE, None
+    ends_q, ends_k, used_q, used_k = lengths or NO_LENGTHS
+    if lengths is not None:
+        kind, longest = PACKED, (max_seqlen_q, max_seqlen_k)
+    tensors = (
+        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, *[None] * 3,
+        slopes, sinks, None,
+    )  # fmt: skip
+    asked = asked._replace(kind=kind)
+    problem, most_queries = of_any_totals(checked_problem, describe_tensors(kind, tensors), asked)
+    if lengths is not None:
+        check_totals(q, k, v, None, most_queries, True)
     d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     if lengths is not None and is_visible(lengths.cu_seqlens_q):
-        check_lengths(lengths, totals, longest)
+        check_lengths(lengths, (len(q), len(k)), longest)
     scale = check_scale(options.softmax_scale, q.shape[-1])
     num_sms = sms_of(q.device, options.sm_margin)
     backward = BackwardCall(problem, longest, scale, options.deterministic, num_sms)
@@ -442,14 +439,15 @@ def gradients_of_call(
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def checked_problem(
-    described: Described, options: Options, kind: str
-) -> Problem | tuple[AttentionSpec, Window]:
-    """Validate a call; return its problem, of packed sequences the spec and the window."""
-    call = AttentionCall.of(described, kind)
-    if kind == DENSE:
-        return call.problem(options)
+    described: Described, options: Options
+) -> tuple[Problem | tuple[AttentionSpec, Window], int]:
+    """Validate a call; return its problem, of packed sequences the spec and the window, and the
+    most rows of q."""
+    call = AttentionCall.of(described, options.kind)
     check_tensors(call)
-    return call.packed_spec(options)
+    if options.kind == DENSE:
+        return call.problem(options), call.most_queries
+    return call.packed_spec(options), call.most_queries
 
 
 BACKWARD.implemented_by(run_backward)
@@ -465,21 +463,15 @@ ALWAYS_NONE = {
 """Arguments of functions that no operator takes."""
 
 
-def trace_attention(
-    kind: str,
-    window_size: tuple[int, int],
-    values: tuple,
-    out: torch.Tensor | None,
-    **arguments: Any,
-) -> Result:
+def trace_attention(kind: str, values: tuple, arguments: dict[str, Any]) -> Result:
     """What a public function gives.
 
     Args:
         values: its options, as `fa3.calls.options.options_of` takes them.
         arguments: all others, by name.
     """
-    options = named_options(kind, values)
-    window = check_window(as_pair(window_size), options["causal"])
+    options, out = named_options(kind, values), arguments.pop("out")
+    window = check_window(as_pair(arguments.pop("window_size")), options["causal"])
     for name in ALWAYS_NONE[kind]:
         if arguments.pop(name, None) is not None:
             raise NotImplementedError(f"{name} must be None while a graph is traced")
@@ -542,12 +534,11 @@ def trace_cached(
     q, k_cache, v_cache = arguments["q"], arguments.pop("k_cache"), arguments.pop("v_cache")
     names = "softcap", "num_splits", "sm_margin", "batch_invariant"
     options = Options(window=window, **{name: arguments[name] for name in names})
-    if arguments["metadata"] is not None:
-        call = AttentionCall(**dict.fromkeys(TENSORS) | {
-            "q": q, "k": k_cache, "v": v_cache, "page_table": arguments["page_table"],
-        })  # fmt: skip
-        arguments["metadata"].check_call(call, options)
-        options = arguments["metadata"].applied_to(options)
+    metadata = arguments["scheduler_metadata"]
+    if metadata is not None:
+        call = AttentionCall(q, k_cache, v_cache, page_table=arguments["page_table"])
+        metadata.check_call(call, options)
+        options = metadata.applied_to(options)
         arguments["num_splits"], arguments["sm_margin"] = options.num_splits, options.sm_margin
     if arguments["max_seqlen_q"] is not None:
         raise ValueError(

@@ -102,11 +102,18 @@ class Options(NamedTuple):
     has_dropout: bool = False
     rotary_interleaved: bool = True
     batch_invariant: bool = False
+    has_gradient: bool = False  # whether one is wanted
+    functions: Any = None  # the `ModifierSpec` of the user's score and mask; None without
     max_seqlen_q: int | None = None  # of packed queries on a cache
     metadata: Any = None  # the `SchedulerMetadata` of a call on a cache or on packed sequences
-    functions: Any = None  # the `ModifierSpec` of the user's score and mask; None without
+    # schedule, plan: that a dense call asks for.
+    schedule: Any = None
+    plan: Any = None
     kind: str = CACHED  # of calls
-    fp8_out: str = "bfloat16"  # dtype of the output of q, k and v in FP8
+
+
+REST = "has_gradient", "functions", "max_seqlen_q", "metadata", "schedule", "plan"
+"""Fields of `Options` that are no options of a function, or only of one."""
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -130,50 +137,38 @@ def options_of(
     of_flash_attention_2: object,  # what came where FlashAttention-2 has a dropout probability
     window_size: Sequence[int],
     values: tuple,  # in the order of `OPTIONS_OF_KINDS`
-    has_gradient: bool = False,  # whether a dense call wants one
-    # max_seqlen_q of a call on a cache, and metadata.
-    of_cache: tuple[int | None, Any] = (None, None),
+    rest: tuple,  # in the order of `REST`
 ) -> Checked:
     """Check the options of a call, or find what was made of the same ones before."""
-    if not (
-        type(window_size) is tuple and len(window_size) == 2
-        and type(window_size[0]) is type(window_size[1]) is int
-    ):  # fmt: skip
-        window_size = as_pair(window_size)
-    # True, 1 and 1.0 are the same to a dictionary.
-    types = tuple(map(type, values))
     try:
-        return remembered_options(kind, window_size, values, types, has_gradient, of_cache)
-    except TypeError:
-        # Also what has no hash.
+        left, right = window_size if type(window_size) is tuple else as_pair(window_size)
+        return remembered_options(kind, rest, left, right, *values)
+    except (TypeError, ValueError):
+        # Also what has no hash, and a window that is no pair.
         note = note_on_order(of_flash_attention_2, OPTIONS_OF_KINDS[kind].note)
-        return checked_options(kind, window_size, values, has_gradient, of_cache, note)
+        return checked_options(kind, rest, window_size, values, note)
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def remembered_options(kind, window_size, values, types, has_gradient, of_cache) -> Checked:
-    return checked_options(kind, window_size, values, has_gradient, of_cache)
+# Typed, since True, 1 and 1.0 are the same to a dictionary.
+@functools.lru_cache(maxsize=REMEMBERED, typed=True)
+def remembered_options(kind, rest, left, right, *values) -> Checked:
+    return checked_options(kind, rest, (left, right), values)
 
 
 def checked_options(
-    kind: str,
-    window_size: tuple[int, ...],
-    values: tuple,
-    has_gradient: bool,
-    of_cache: tuple[int | None, Any],
-    note: str = "",
+    kind: str, rest: tuple, window_size: Sequence[int], values: tuple, note: str = ""
 ) -> Checked:
     """What a call makes of its options, each of them checked."""
     given = named_options(kind, values, note)
     dropout_p = given.get("dropout_p", 0.0)
     check_probability(dropout_p)
     check_softcap(given["softcap"])
-    if has_gradient and given["pack_gqa"] is None:
+    if rest[0] and given.get("pack_gqa", False) is None:
         given["pack_gqa"] = False
     named = {name: given[name] for name in Options._fields if name in given}
     options = Options(
-        check_window(window_size, given["causal"]), **named, has_dropout=dropout_p > 0,
-        max_seqlen_q=of_cache[0], metadata=of_cache[1], kind=kind,
+        check_window(as_pair(window_size), given["causal"]), **named, has_dropout=dropout_p > 0,
+        **dict(zip(REST, rest, strict=True)), kind=kind,
     )  # fmt: skip
     returns = "return_lse", "return_attn_probs", "return_softmax_lse"
     return Checked(
@@ -189,7 +184,8 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0
     for name, value in given.items():
-        if type(value) is not OPTION_KINDS.get(name, type(value)):
+        kind = OPTION_KINDS.get(name, type(value))
+        if type(value) is not kind or (kind is int and value < 0):
             given[name] = converted(name, value, note if name == "causal" else "")
     if given["pack_gqa"] is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])

@@ -12,7 +12,7 @@ counters that every call has for itself (`fa3.running.counters`).
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from fa3.planning.routes import (
     launches_of_route,
 )
 from fa3.primitives.cache_blocks import CacheTables
+from fa3.problem import REMEMBERED
 from fa3.reference.cache import NO_TABLES, execute_decode
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands, execute_varlen
@@ -56,10 +57,7 @@ from fa3.scores.intervals import ROW_RECORD
 class PackedCall:
     """What a call with packed queries leads to, whatever its lengths are."""
 
-    # signature, with_gradients: what routes depend on, without and with gradients. The window has
-    # bounds that any lengths may have.
-    signature: Signature
-    with_gradients: Signature
+    signature: Signature  # what routes depend on; bounds of the window that any lengths may have
     # Gives the plan of the decode kernel for sequences with so many queries or fewer, alone or
     # overlapped with the forward kernel.
     decode_plan: Callable[[int, bool], DecodePlan]
@@ -92,7 +90,6 @@ class PackedCall:
                 prepared(SHARED, 0)
         return cls(
             signature,
-            replace(signature, has_gradients=True),
             decode_plan,
             prepared if on_gpu else None,
             signature.config.tile_m,
@@ -106,16 +103,14 @@ class PackedCall:
         tensors: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
         scale: float,
         dropout: Dropout | None = None,  # where the spec has it
-        # Whether gradients may be asked for. Then no sequence is the decode kernel's, so that its
-        # bits do not depend on other sequences.
-        has_gradients: bool = False,
         tables: CacheTables = NO_TABLES,  # where sequences are in a cache
+        seqlen_new: int = 0,  # the lengths of packed queries have the new keys
         descales: tuple[torch.Tensor, ...] | None = None,  # of packed keys in FP8
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used."""
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
-        signature = self.with_gradients if has_gradients else self.signature
+        signature = self.signature
         route = signature.route(sizes)
         if route.name == ZEROS:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
@@ -201,6 +196,12 @@ class PackedCall:
             "num_recompute": min(num_sms, batch * heads),
         }
         return Memory((("marks", words_of_marks(batch * heads)),))
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def packed_call(signature: Signature, on_gpu: bool) -> PackedCall:
+    """What calls on packed keys lead to, whatever the number of their sequences is."""
+    return PackedCall.of(signature, on_gpu)
 
 
 def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | PackedCall:

@@ -17,7 +17,6 @@ from fa3.calls.forward import flash_attn_func
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import (
     FP8_DTYPE,
-    Operand,
     check_apart,
     check_device,
     check_dtype,
@@ -377,7 +376,7 @@ def check_beside(q: torch.Tensor, tensors: Mapping[str, Any]) -> None:
         q: checked.
     """
     for name, tensor in tensors.items():
-        check_device(name, Operand(*describe(name, tensor, 1)), "q", Operand(*describe("q", q)))
+        check_device(name, describe(name, tensor, 1), "q", describe("q", q))
 
 
 def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: bool) -> None:
@@ -388,9 +387,9 @@ def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: 
         accumulates: whether dk and dv, which are float32 then, are added to.
     """
     for name, (target, like) in targets.items():
-        operand = Operand(*describe(name, target, 1))
+        operand = describe(name, target, 1)
         of = name.removeprefix("d")
-        model = Operand(*describe(of, like))
+        model = describe(of, like)
         if name == "dq":
             check_dtype(name, operand, model.dtype)
         elif accumulates and operand.dtype != torch.float32:
@@ -408,6 +407,4 @@ def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: 
     tensors = {name: target for name, (target, _) in targets.items()}
     if "dk" in tensors and tensors["dk"].dtype != tensors["dv"].dtype:
         raise TypeError(f"dv must be {tensors['dk'].dtype} like dk, got {tensors['dv'].dtype}")
-    while tensors:
-        name = next(iter(tensors))
-        check_apart(name, tensors.pop(name), tuple(tensors), tuple(tensors.values()))
+    check_apart(tuple(tensors), tensors)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from fa3.calls.call import AttentionCall
-from fa3.calls.modifiers import describe_modifier, functions_of
+from fa3.calls.call import AttentionCall, check_tensors
+from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import ALIGNMENT, DTYPES, FP8_DTYPE, Operand, check_rank, describe
 from fa3.calls.options import (
+    DENSE,
     Options,
     as_pair,
     check_probability,
@@ -39,13 +40,15 @@ def problem_posed_by(
     check_probability(dropout_p)
     check_softcap(softcap)
     check_rank("q", q)
-    described = (
-        None if tensor is None else Operand(*describe_modifier(name, tensor, name == "sinks"))
+    slopes, sinks = (
+        None if tensor is None else describe(name, tensor, 1, name == "sinks")
         for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))
     )
     functions, _ = functions_of(q, score, mask)
     options = Options(window, softcap, has_dropout=dropout_p > 0, functions=functions)
-    return AttentionCall.dense(q, k, v, *described).problem(options)
+    call = AttentionCall.of((q, k, v, *[None] * 16, slopes, sinks, None), DENSE)
+    check_tensors(call)
+    return call.problem(options)
 
 
 def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
@@ -55,7 +58,7 @@ def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | N
             raise ValueError(
                 f"dtype must be None with tensors, which have their own, got {dtype!r}"
             )
-        return Operand(*describe(name, given, ALIGNMENT, True))
+        return describe(name, given, ALIGNMENT, True)
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"{name} must be a torch.Tensor or a shape, got {type(given).__name__}")
     shape = tuple(integer(name, size, 0) for size in given)

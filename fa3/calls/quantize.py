@@ -12,17 +12,15 @@ from fa3.calls.call import (
     TENSORS,
     AttentionCall,
     Described,
-    check_sizes,
     check_tensors,
     check_totals,
     describe_tensors,
-    packed_tensors,
-    without_lengths,
+    of_any_totals,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
 from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
 from fa3.calls.operators import refuse_gradients
-from fa3.calls.options import DENSE, PACKED, flag
+from fa3.calls.options import DENSE, PACKED, Options, flag
 from fa3.calls.values import check_lengths
 from fa3.kernels.quantize import Quantize, visits
 from fa3.problem import FP8_HEAD_DIM_UNIT, REMEMBERED
@@ -96,15 +94,17 @@ def quantize(
     ends = cu_seqlens_q, cu_seqlens_k
     is_packed = not (cu_seqlens_q is cu_seqlens_k is None)
     if is_packed:
-        described = describe_tensors(PACKED, packed_tensors(q, k, v, *ends, *[None] * 7))
-        batch = check_sizes(described)
-        totals = check_totals(q.shape, k.shape, v.shape, batch)
+        tensors = q, k, v, *[None] * 9, cu_seqlens_q, None, None, cu_seqlens_k, *[None] * 6
+        options = Options(kind=PACKED)
+        prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
+        kernel, most = of_any_totals(prepare, describe_tensors(PACKED, tensors), options)
+        batch, totals = cu_seqlens_q.shape[0] - 1, (q.shape[0], k.shape[0])
+        check_totals(q, k, v, None, most, True)
         if is_visible(cu_seqlens_q):
             check_lengths((*ends, None, None), totals, totals)
-        described = without_lengths(described)
     else:
         described = describe_tensors(DENSE, (q, k, v, *[None] * (len(TENSORS) - 3)))
-    kernel = prepare_quantize(described, is_packed, smooth_k, hadamard)
+        kernel, _ = prepare_quantize(described, Options(kind=DENSE), smooth_k, hadamard)
     means = means_of(k, cu_seqlens_k) if smooth_k else None
     descales = q.new_empty(3, batch if is_packed else q.shape[0], k.shape[-2], dtype=torch.float32)
     codes = (torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device) for x in (q, k, v))
@@ -157,11 +157,11 @@ def write_one_by_one(
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_quantize(
-    described: Described, is_packed: bool, smooth_k: bool, hadamard: bool
-) -> Callable | None:
-    """Validate a call and load its kernel; None on the CPU."""
+    described: Described, options: Options, smooth_k: bool, hadamard: bool
+) -> tuple[Callable | None, int]:
+    """Validate a call and load its kernel, None on the CPU; and the most rows of packed q."""
     check_settings()
-    call = AttentionCall.of(described, PACKED if is_packed else DENSE)
+    call = AttentionCall.of(described, options.kind)
     check_dtype("q", call.q, *DTYPES)
     check_tensors(call)
     for name, operand in (("q", call.q), ("v", call.v)):
@@ -171,8 +171,8 @@ def prepare_quantize(
                 f"{FP8_HEAD_DIM_UNIT}"
             )
     if call.q.device.type == "cpu":
-        return None
+        return None, call.most_queries
     group = call.heads_q // max(1, call.heads_kv)
     head_dims = call.head_dim, call.head_dim_v
-    kinds = group, is_packed, smooth_k, hadamard
-    return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds))
+    kinds = group, call.is_packed, smooth_k, hadamard
+    return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds)), call.most_queries

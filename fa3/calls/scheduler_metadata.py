@@ -20,8 +20,7 @@ from fa3.calls.operands import (
     FP8_DTYPE,
     check_dtype,
     check_shape,
-    describe_unaligned,
-    operand_of,
+    describe,
 )
 from fa3.calls.options import (
     PACKED,
@@ -94,8 +93,9 @@ class SchedulerMetadata(NamedTuple):
         if self.has_packed_queries and not call.is_packed:
             raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
         if not self.has_packed_keys:
-            self.check(batch=call.batch, seqlen_q=call.seqlen_q)
+            self.check(seqlen_q=call.seqlen_q)
         self.check(
+            batch=call.batch,
             heads_q=call.heads_q,
             heads_kv=call.heads_kv,
             head_dim=call.head_dim,
@@ -315,8 +315,8 @@ def equal_lengths(batch: int, cache_seqlens: object) -> torch.Tensor:
 def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
     """Raise unless each has an int32 for each sequence, and ends of sequences one more."""
     for name, tensor in tensors.items():
-        operand = operand_of(describe_unaligned(name, tensor))
-        if operand is not None:
+        if tensor is not None:
+            operand = describe(name, tensor, 1)
             entries = batch + name.startswith("cu_seqlens")
             check_dtype(name, operand, torch.int32)
             check_shape(name, operand, (entries,), "batch_size")

@@ -6,12 +6,22 @@ what they find there.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from fa3.calls.assertions import read_back
-from fa3.calls.call import INTEGERS, LENGTHS_OF_PACKED, AttentionCall, Integers
+from fa3.calls.assertions import is_visible, read_back
+from fa3.calls.call import (
+    LENGTHS,
+    LENGTHS_OF_PACKED,
+    NAMES_BY_KIND,
+    OF_INTEGERS,
+    AttentionCall,
+    K,
+    Q,
+    lengths_of,
+)
+from fa3.calls.options import PACKED, integer
 from fa3.primitives.arithmetic import LARGEST
 from fa3.reference.varlen import used_rows
 
@@ -33,7 +43,9 @@ def check_each(name: str, numbers: Sequence[int], most: int | Sequence[int], acc
 # --------------------------------------------------------------------------- packed sequences
 
 
-def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[int, int]) -> None:
+def check_lengths(
+    integers: Sequence[torch.Tensor | None], totals: tuple[int, int], longest: tuple[int, int]
+) -> None:
     """Raise unless q and k have the rows of all sequences, and none is longer than the call says.
 
     Checks what the host sees.
@@ -74,20 +86,66 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
 # ----------------------------------------------------------------------------------- a cache
 
 
-@dataclass(frozen=True)
-class HostValues:
-    """What the host can see of the small tensors; None where it cannot."""
+class HostValues(NamedTuple):
+    """What the host can see of the `INTEGERS`, in their order; None where it cannot.
 
-    seqlens: list[int] | None  # tokens of each sequence before the call
-    counts: list[int] | None  # tokens that each gets
-    # leftpads, batch_idx: as given.
-    leftpads: list[int] | None
+    Fields:
+        seqlens: tokens of each sequence before the call.
+        pages: each row of the page table.
+        counts: tokens that each sequence gets.
+        turns: rotary_seqlens.
+    """
+
+    seqlens: list[int] | None
     batch_idx: list[int] | None
-    pages: list[list[int]] | None  # each row of the page table
-    # query_ends, turns, used_queries: cu_seqlens_q, rotary_seqlens and seqused_q, if given.
+    leftpads: list[int] | None
+    pages: list[list[int]] | None
+    counts: list[int] | None
     query_ends: list[int] | None = None
     turns: list[int] | None = None
     used_queries: list[int] | None = None
+
+
+def checked_integers(
+    call: AttentionCall,
+    tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
+    length: object,  # of each sequence, a number; None if a tensor says it
+    longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
+    query_step: int,  # 1 if each query has a rotary position of its own, 0 if they share one
+) -> tuple[torch.Tensor | None, ...]:
+    """Check what the host can see of the int32 tensors; the `TENSORS` with them on q's device."""
+    integers = tensors[OF_INTEGERS]
+    if length is not None:
+        integers = integer("cache_seqlens", length, kind=LENGTHS), *integers[1:]
+    if not any(value is not None and is_visible(value) for value in integers):
+        return tensors
+    if call.is_packed:
+        rows = tensors[Q].shape[0], tensors[K].shape[0]
+        check_lengths(lengths_of(tensors), rows, longest or (call.max_seqlen_q, LARGEST))
+    if call.kind == PACKED:
+        return tensors
+    check_values(call, values_on_host(call, integers), query_step)
+    names = NAMES_BY_KIND[call.kind][OF_INTEGERS]
+    on_gpu = (on_device(name, x, call) for name, x in zip(names, integers, strict=True))
+    return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
+
+
+def on_device(
+    name: str, value: int | torch.Tensor | None, call: AttentionCall
+) -> torch.Tensor | None:
+    """The value as a tensor on q's device; a number for each sequence."""
+    device = call.q.device
+    if isinstance(value, int):
+        return torch.full((call.batch,), value, dtype=torch.int32, device=device)
+    if value is None or value.device == device:
+        return value
+    if torch.cuda.is_current_stream_capturing():
+        # The graph would copy it from the host again at every replay.
+        raise RuntimeError(
+            f"{name} must be on {device} while a CUDA graph is captured, got {value.device}"
+        )
+    # From pinned memory the copy would still run when the caller writes the next lengths.
+    return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)
 
 
 def values_on_host(
@@ -98,35 +156,29 @@ def values_on_host(
     Args:
         integers: the int32 tensors, or a number in place of cache_seqlens.
     """
-    cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, *rest = integers
-    if isinstance(cache_seqlens, int):
-        # Also in an empty batch, where no sequence has it.
-        if not 0 <= cache_seqlens <= call.capacity:
-            raise ValueError(
-                f"cache_seqlens must be from 0 to {call.capacity}, what the cache holds of a "
-                f"sequence, got {cache_seqlens}"
-            )
-        seqlens = [cache_seqlens] * call.batch
-    else:
-        seqlens = read_back(call.name("seqused_k"), cache_seqlens)
-    counts = [call.seqlen_new] * call.batch
-    if cu_seqlens_k_new is not None:
-        bounds = read_back("cu_seqlens_k_new", cu_seqlens_k_new)
-        counts = None if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
-        if bounds and (
-            bounds[0] != 0 or bounds[-1] != call.seqlen_new or min(counts, default=0) < 0
-        ):
-            raise ValueError(
-                f"cu_seqlens_k_new must rise from 0 to k's {call.seqlen_new} tokens, got {bounds}"
-            )
-    return HostValues(
-        seqlens,
-        counts,
-        read_back("cache_leftpad", cache_leftpad),
-        read_back("cache_batch_idx", cache_batch_idx),
-        read_back("page_table", page_table),
-        *map(read_back, INTEGERS[-len(rest) :], rest),
-    )
+    seqlens, *others = integers
+    is_number = isinstance(seqlens, int)
+    # Also in an empty batch, where no sequence has it.
+    if is_number and not 0 <= seqlens <= call.capacity:
+        raise ValueError(
+            f"cache_seqlens must be from 0 to {call.capacity}, what the cache holds of a "
+            f"sequence, got {seqlens}"
+        )
+    names = NAMES_BY_KIND[call.kind][OF_INTEGERS]
+    values = HostValues(*map(read_back, names, (None if is_number else seqlens, *others)))
+    if is_number:
+        values = values._replace(seqlens=[seqlens] * call.batch)
+    if call.cu_seqlens_k_new is None:
+        return values._replace(counts=[call.seqlen_new] * call.batch)
+    ends = values.counts
+    if ends is None:
+        return values
+    counts = [b - a for a, b in itertools.pairwise(ends)]
+    if ends[0] != 0 or ends[-1] != call.seqlen_new or min(counts, default=0) < 0:
+        raise ValueError(
+            f"cu_seqlens_k_new must rise from 0 to k's {call.seqlen_new} tokens, got {ends}"
+        )
+    return values._replace(counts=counts)
 
 
 def check_values(call: AttentionCall, values: HostValues, query_step: int) -> None:
@@ -143,8 +195,6 @@ def check_values(call: AttentionCall, values: HostValues, query_step: int) -> No
         check_each("cache_leftpad", values.leftpads, values.seqlens or call.capacity, PADDING)
     if values.batch_idx is not None:
         check_batch_idx(call, values.batch_idx)
-    if values.query_ends is not None:
-        check_query_ends(call, values.query_ends, values.used_queries)
     seen = values.seqlens, values.counts, values.pages
     hidden = [
         name
@@ -156,27 +206,6 @@ def check_values(call: AttentionCall, values: HostValues, query_step: int) -> No
     ]
     if None not in seen and not hidden:
         check_pages(call, values)
-
-
-def check_query_ends(call: AttentionCall, ends: list[int], used: list[int] | None) -> None:
-    """Raise unless the queries of each sequence exist, and are no more than there may be."""
-    total = call.q.shape[0]
-    counts = [end - begin for begin, end in itertools.pairwise(ends)]
-    if ends[0] != 0 or ends[-1] > total or min(counts, default=0) < 0:
-        falls = [i for i, count in enumerate(counts) if count < 0]
-        at = f", falls after sequence {falls[0]}" if falls else ""
-        raise ValueError(
-            f"cu_seqlens_q must rise from 0 to at most q's {total} rows, got {ends[0]} to "
-            f"{ends[-1]}{at}"
-        )
-    if used is not None:
-        check_each("seqused_q", used, LARGEST, COUNT)
-        counts = list(map(min, counts, used))
-    if max(counts, default=0) > call.max_seqlen_q:
-        raise ValueError(
-            f"max_seqlen_q must be {max(counts)} or more, the most queries of a sequence, got "
-            f"{call.max_seqlen_q}"
-        )
 
 
 def check_batch_idx(call: AttentionCall, batch_idx: list[int]) -> None:

@@ -1,72 +1,28 @@
 """`flash_attn_varlen_func`: packed sequences of different lengths, in one call.
 
 Lengths on a GPU are read there only. What follows from heads, types and options is worked out once
-and remembered, whatever the lengths are; what follows from lengths is looked at in every call, and
-nothing of it is remembered. CPU tensors go to the reference.
+and remembered, whatever the totals are (`fa3.calls.attention`).
 """
 
 import functools
 
 import torch
 
-from fa3.calls import assertions, operators
-from fa3.calls.assertions import is_visible
-from fa3.calls.autograd import (
-    DifferentiableCall,
-    attend_differentiably,
-    check_differentiable,
-    wants_gradient,
-)
-from fa3.calls.backward import BackwardCall
-from fa3.calls.call import (
-    DESCALE_NAMES,
-    LENGTHS_OF_PACKED,
-    PACKED_ALIGNMENTS,
-    AttentionCall,
-    Described,
-    Integers,
-    are_of_batch,
-    check_sizes,
-    check_tensors,
-    check_totals,
-    describe_tensors,
-    packed_tensors,
-    without_lengths,
-)
+from fa3.calls import operators
+from fa3.calls.attention import PreparedAttention, checked_call, run_call
+from fa3.calls.call import Described
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.dropout import dropout_of
-from fa3.calls.eager import is_traced
-from fa3.calls.kvcache import attend_to_cache
-from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
-from fa3.calls.operands import check_out, used_queries
-from fa3.calls.operators import trace_attention
-from fa3.calls.options import (
-    PACKED,
-    PAGED,
-    VARLEN_FROM_FLASH_ATTENTION_2,
-    Checked,
-    Options,
-    by_either_name,
-    check_scale,
-    integer,
-    note_on_order,
-    options_of,
-    share_heads,
-)
-from fa3.calls.packed_calls import PackedCall
+from fa3.calls.kvcache import prepare_cache_call
+from fa3.calls.options import PACKED, PAGED, Options, by_either_name, share_heads
+from fa3.calls.packed_calls import packed_call
 from fa3.calls.scales import Scales
-from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
-from fa3.calls.values import check_lengths
-from fa3.complaints import kind_of
+from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.planning import routes
 from fa3.planning.gpu import H200
-from fa3.planning.routes import PackedSizes, Signature
+from fa3.planning.routes import Signature
 from fa3.problem import NO_BOUND, REMEMBERED
-from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
-from fa3.settings import check_settings
 
 
 @operators.registers
@@ -195,145 +151,24 @@ def flash_attn_varlen_func(
     if not (block_table is s_aux is None):
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
-    kind = PACKED if page_table is None else PAGED
-    descales = q_descale, k_descale, v_descale
-    given = (
+    kind, prepare = PACKED, prepare_varlen
+    if page_table is not None:
+        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
+        kind, prepare = PAGED, prepare_cache_call
+    tensors = (
+        q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
+        None, seqused_q, cu_seqlens_k, q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
+    )  # fmt: skip
+    options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
         deterministic, dropout_p, return_softmax_lse, qv, pack_gqa,
         pack_gqa is None or share_heads(q, k),
     )  # fmt: skip
-    if is_traced(q):
-        return trace_attention(
-            kind, window_size, given, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
-            alibi_slopes=alibi_slopes, sinks=sinks, score=score, mask=mask, out=out,
-            rng_state=rng_state, scheduler_metadata=scheduler_metadata,
-        )  # fmt: skip
-    longest = integer("max_seqlen_q", max_seqlen_q, 0), integer("max_seqlen_k", max_seqlen_k, 0)
-    if scheduler_metadata is not None:
-        check_metadata(scheduler_metadata)
-    most_queries = None
-    if page_table is not None:
-        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
-        most_queries = longest[0]
-    checked = options_of(
-        kind, seqused_q, window_size, given, False, (most_queries, scheduler_metadata)
-    )
-    checked, function_tensors = with_functions(checked, q, score, mask, out)
-    if page_table is not None:
-        tensors = (
-            q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
-            None, seqused_q, None, *descales, alibi_slopes, sinks, out,
-        )  # fmt: skip
-        return attend_to_cache(tensors, checked, softmax_scale, None, function_tensors)
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    tensors = q, k, v, *lengths, alibi_slopes, sinks, *descales
-    return attend_packed_call(
-        tensors, function_tensors, out, checked, longest, softmax_scale, rng_state
-    )
-
-
-def attend_packed_call(
-    # Q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes, sinks and descales.
-    tensors: tuple[torch.Tensor | None, ...],
-    function_tensors: tuple[torch.Tensor, ...],  # of the user's score and mask
-    out: torch.Tensor | None,
-    checked: Checked,
-    longest: tuple[int, int],  # max_seqlen_q and max_seqlen_k
-    softmax_scale: float | None,
-    rng_state: torch.Tensor | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_attn_varlen_func` gives for packed keys."""
-    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks, *descales = tensors
-    integers = ends_q, ends_k, used_q, used_k
-    options, returns_lse, deterministic, dropout_p, latest = checked
-    call, _ = latest.find(tensors)
-    if call is None or not are_of_batch(integers, slopes, batch := ends_q.shape[0] - 1, *descales):
-        call, batch = describe_packed(tensors, checked)
-    totals = check_totals(q.shape, k.shape, v.shape, batch)
-    dropout = dropout_of(dropout_p, rng_state, q)
-    scale = check_scale(softmax_scale, q.shape[-1])
-    if options.metadata is not None and options.metadata.batch != batch:
-        options.metadata.check(batch=batch)
-    if is_visible(ends_q):
-        check_lengths(integers, totals, longest)
-        is_checked = not (options.softcap or call.signature.spec.is_fp8)
-        if assertions.ASSERTIONS and batch and is_checked:
-            used = used_queries(totals[0], ends_q, used_q), used_queries(totals[1], ends_k, used_k)
-            assertions.check_scores(q, k, scale, used)
-    (total_q, total_k), (longest_q, longest_k) = totals, longest
-    longest = longest_q, longest_k = min(longest_q, total_q), min(longest_k, total_k)
-    sizes = PackedSizes(batch, q.shape[1], total_q, total_k, longest_q, longest_k)
-    scales = None
-    if call.signature.spec.is_fp8:
-        scales = Scales.on(q.device, (batch, k.shape[1]), True).of(*descales)
-    run = call, integers, sizes, scale, dropout, scales
-    read = modifier_tensors(slopes, function_tensors, sinks)
-    if wants_gradient(q, k, v, sinks):
-        scores = None if options.functions is None else options.functions.scores or None
-        check_differentiable(q, k, v, sinks, scores, out)
-        spec, window, gpu = call.signature.spec, call.signature.window, call.signature.gpu
-        backward = BackwardCall((spec, window), longest, scale, deterministic, gpu.num_sms)
-        attend = functools.partial(attend_packed, run)
-        differentiable = DifferentiableCall(attend, backward, integers, dropout, returns_lse)
-        return attend_differentiably(differentiable, q, k, v, *(read or ()))
-    if out is not None:
-        names = ("q", "k", "v", *LENGTHS_OF_PACKED, "alibi_slopes", "sinks", *DESCALE_NAMES)
-        others = *tensors, *function_tensors
-        shape = *q.shape[:2], call.signature.spec.head_dim_v
-        names = *names, *function_names(options)
-        check_out(out, shape, q, names, others, call.signature.spec.out_dtype)
-    out, lse = attend_packed(run, q, k, v, read, out, returns_lse, False)
-    return (out, lse) if returns_lse else out
-
-
-def describe_packed(
-    tensors: tuple[torch.Tensor | None, ...], checked: Checked
-) -> tuple[PackedCall, int]:
-    """What a call on packed keys leads to, and the number of its sequences."""
-    used_q = tensors[5]
-    if not (used_q is None or isinstance(used_q, torch.Tensor)):
-        came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
-        raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
-    described = describe_tensors(PACKED, packed_tensors(*tensors))
-    batch = check_sizes(described)
-    call = prepare_varlen(without_lengths(described), checked.options)
-    checked.latest.remember(tensors, PACKED_ALIGNMENTS, range(7), call, (0, 1, 2, 8))
-    return call, batch
-
-
-PackedRun = tuple[
-    PackedCall, Integers, PackedSizes, float, Dropout | None, tuple[torch.Tensor, ...] | None
-]
-"""A call without the tensors that may have a gradient: what it leads to, the `PackedLengths`, the
-sizes, the scale, dropout and the scales of FP8 tensors. A plain tuple: another one takes the host
-0.3 us."""
-
-
-def attend_packed(
-    run: PackedRun,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...] | None,
-    out: torch.Tensor | None = None,
-    returns_lse: bool = True,
-    has_gradients: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
-    call, lengths, sizes, scale, dropout, scales = run
-    total_q, heads = sizes.total_q, sizes.heads
-    if out is None:
-        # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
-        dtype = q.dtype if scales is None else torch.bfloat16
-        out = q.new_empty(total_q, heads, call.signature.spec.head_dim_v, dtype=dtype)
-    lse = q.new_empty(heads, total_q, dtype=torch.float32) if returns_lse else None
-    # In half the time that the class itself takes.
-    operands = tuple.__new__(RaggedOperands, (q, k, v, out, lse, *lengths))
-    call.attend(operands, sizes, tensors, scale, dropout, has_gradients, descales=scales)
-    return out, lse
+    arguments = (
+        softmax_scale, window_size, score, mask, rng_state, max_seqlen_q, max_seqlen_k,
+        scheduler_metadata, None, None, None,
+    )  # fmt: skip
+    return run_call(kind, prepare, tensors, options, arguments)
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
@@ -350,24 +185,25 @@ def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_varlen(described: Described, options: Options) -> PackedCall:
-    """Validate what no length changes, and load the kernels.
+def prepare_varlen(described: Described, options: Options) -> PreparedAttention:
+    """Validate calls of this description, and load their kernels.
 
     Args:
-        described: the tensors `without_lengths`.
+        described: the tensors `without_totals`.
     """
-    check_settings()
-    call = AttentionCall.of(described, PACKED)
-    check_tensors(call)
+    call = checked_call(described, options)
     if options.metadata is not None:
-        options.metadata.check_call(call, options)
         options = options.metadata.applied_to(options)
-    spec, window = call.packed_spec(options)
+    problem = spec, window = call.packed_spec(options)
     on_gpu = call.q.device.type == "cuda"
     gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
     signature = Signature(
         routes.PACKED, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
-        num_splits=options.num_splits,
+        has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    return PackedCall.of(signature, on_gpu)
+    scales = Scales.on(call.q.device, (call.batch, call.heads_kv), True) if spec.is_fp8 else None
+    kernels = packed_call(signature, on_gpu)
+    return PreparedAttention.of(
+        call, described, options, kernels, problem=problem, num_sms=gpu.num_sms, scales=scales
+    )

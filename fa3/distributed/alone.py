@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa3.calls.autograd import NO_LENGTHS, DifferentiableCall
+from fa3.calls.autograd import DifferentiableCall
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import describe_tensors, packed_tensors, without_lengths
+from fa3.calls.call import describe_tensors, of_any_totals
 from fa3.calls.devices import sms_of
-from fa3.calls.forward import describe_dense, prepare_forward
+from fa3.calls.forward import prepare_forward
 from fa3.calls.modifiers import modifier_tensors
-from fa3.calls.options import PACKED, Options, check_scale
-from fa3.calls.varlen import attend_packed, prepare_varlen
-from fa3.planning.routes import PackedSizes
+from fa3.calls.options import DENSE, PACKED, Options, check_scale
+from fa3.calls.varlen import prepare_varlen
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 
@@ -75,7 +74,7 @@ class KeyPart:
         q, k, v, out = self.without_batch(tensors)
         if self.call is None:
             self.call = self.prepared(q, k, v, slopes, sinks)
-        out, lse = self.call.attend(q, k, v, modifier_tensors(slopes, (), sinks), out)
+        out, lse = self.call.attend(q, k, v, modifiers, out)
         return (out, lse) if self.lengths is None else (out[None], lse[None])
 
     def backward(self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True) -> FourGradients:
@@ -94,24 +93,28 @@ class KeyPart:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
         options, softmax_scale, deterministic, has_gradient = self.asked
         scale, longest = check_scale(softmax_scale, q.shape[-1]), None
-        lengths: Any = NO_LENGTHS
-        problem: Any
-        attend: Any
-        if self.lengths is None:
-            dense = prepare_forward(describe_dense((q, k, v, *modifiers)), options, None, None)
-            problem, attend = dense.problem, functools.partial(dense.attend, scale=scale)
-        else:
+        ends: Any = (None, None)
+        kind, prepare = DENSE, prepare_forward
+        if self.lengths is not None:
             *ends, longest = self.lengths
-            lengths = *ends, None, None
-            tensors = packed_tensors(q, k, v, *lengths, *modifiers, *[None] * 3)
-            call = prepare_varlen(without_lengths(describe_tensors(PACKED, tensors)), options)
-            sizes = PackedSizes(len(ends[0]) - 1, q.shape[1], len(q), len(k), *longest)
-            run = call, lengths, sizes, scale, None, None
-            problem = call.signature.spec, call.signature.window
-            attend = functools.partial(attend_packed, run, has_gradients=has_gradient)
+            kind, prepare = PACKED, prepare_varlen
+
+        def call_of(q, k, v, slopes, sinks, out):
+            lengths = ends[0], None, None, ends[1]
+            return q, k, v, *[None] * 9, *lengths, *[None] * 3, slopes, sinks, out
+
+        described = describe_tensors(kind, call_of(q, k, v, *modifiers, None))
+        options = options._replace(has_gradient=has_gradient)
+        call = of_any_totals(prepare, described, options)
+
+        def attend(q, k, v, modifiers, out):
+            read = modifier_tensors(modifiers[0], (), modifiers[1])
+            tensors = call_of(q, k, v, *modifiers, out)
+            return call.attend(tensors, read, scale, None, longest, True)
+
         num_sms = sms_of(q.device, options.sm_margin)
-        backward = BackwardCall(problem, longest, scale, deterministic, num_sms)
-        return DifferentiableCall(attend, backward, lengths, None, True)
+        backward = BackwardCall(call.problem, longest, scale, deterministic, num_sms)
+        return DifferentiableCall(attend, backward, (*ends, None, None), None, True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fa3.calls.autograd import wants_gradient
-from fa3.calls.call import AttentionCall
-from fa3.calls.forward import describe_dense
-from fa3.calls.operands import Description, operand_of
+from fa3.calls.call import describe_tensors
+from fa3.calls.operands import Operand
 from fa3.calls.options import (
     DENSE,
     PACKED,
@@ -175,8 +174,9 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
         if isinstance(x, torch.Tensor) and x.ndim != 4:
             shape = tuple(x.shape[is_packed:])
             raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
-    described = describe_dense(tensors)
     q, k, v, slopes, sinks = tensors
+    everything = describe_tensors(DENSE, (q, k, v, *[None] * 16, slopes, sinks, None))
+    described = (*everything[:3], *everything[-3:-1])
     window = check_window(as_pair(named["window_size"]), flag("causal", named["causal"]))
     names = "softcap", "deterministic", "sm_margin"
     numbers: list[Any] = [converted(name, named[name]) for name in names]
@@ -194,9 +194,8 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def check_call(described: tuple[Description, ...]) -> None:
+def check_call(described: tuple[Operand, ...]) -> None:
     """Raise unless the tensors of a call fit together."""
-    AttentionCall.dense(*map(operand_of, described))
     rows, key_rows = (shape[1] for shape, *_ in described[:2])
     if key_rows != rows:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")

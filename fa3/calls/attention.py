@@ -1,0 +1,329 @@
+"""What the public functions share: from tensors and options to out and the log-sum-exp.
+
+What follows from a call's shapes, strides, types and options is worked out once and remembered, so
+that a repeated call costs a look-up, the allocation of its outputs and the launches. The latest
+calls are found again without describing their tensors (`fa3.calls.latest`). Lengths on a GPU are
+read there only. CPU tensors go to the reference.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa3.calls import assertions
+from fa3.calls.autograd import (
+    DifferentiableCall,
+    attend_differentiably,
+    check_differentiable,
+    wants_gradient,
+)
+from fa3.calls.backward import BackwardCall
+from fa3.calls.call import (
+    ALIGNMENTS,
+    ENDS_Q,
+    NAMES_BY_KIND,
+    OF_INTEGERS,
+    OUT,
+    SINKS,
+    SLOPES,
+    TENSORS,
+    USED_Q,
+    WITH_GRADIENT,
+    AttentionCall,
+    K,
+    Q,
+    V,
+    check_tensors,
+    check_totals,
+    describe_tensors,
+    lengths_of,
+    of_any_totals,
+    places_of_totals,
+)
+from fa3.calls.dropout import dropout_of
+from fa3.calls.eager import is_traced
+from fa3.calls.latest import FastPath
+from fa3.calls.modifiers import function_names, functions_of, modifier_tensors
+from fa3.calls.operands import (
+    ALIGNMENT,
+    CheckOfAddresses,
+    Outputs,
+    addresses,
+    check_writable,
+    describe,
+    hide_all_keys,
+    hide_all_keys_of_packed,
+    used_queries,
+)
+from fa3.calls.operators import trace_attention
+from fa3.calls.options import (
+    FROM_FLASH_ATTENTION_2,
+    PACKED,
+    PAGED,
+    VARLEN_FROM_FLASH_ATTENTION_2,
+    Options,
+    check_scale,
+    integer,
+    note_on_order,
+    options_of,
+)
+from fa3.calls.packed_calls import PackedCall
+from fa3.calls.scales import Scales
+from fa3.calls.scheduler_metadata import check_metadata
+from fa3.calls.values import checked_integers
+from fa3.complaints import kind_of
+from fa3.planning.routes import PackedSizes
+from fa3.primitives.cache_blocks import CacheTables
+from fa3.problem import AttentionSpec, Problem, Window
+from fa3.reference.cache import NO_TABLES
+from fa3.reference.dropout import Dropout
+from fa3.reference.varlen import RaggedOperands
+from fa3.settings import check_settings
+
+MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k
+
+Tensors = tuple[torch.Tensor | None, ...]
+"""The `TENSORS` of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttention:
+    """What calls of a description lead to, whatever the totals of packed rows are."""
+
+    description: AttentionCall
+    # How they run, with a method `attend`; None if there is no key, or no query.
+    kernels: Any
+    outputs: Outputs
+    # Checks that what is written shares no memory with other tensors; None if nothing of the
+    # caller's is written.
+    overlaps: CheckOfAddresses | None
+    most_queries: int  # rows of packed queries that 32 bits count
+    batch: int
+    scale: float  # the softmax scale if the call names none
+    # Of calls that may have a gradient: the problem, of packed sequences the spec and the window.
+    problem: Problem | tuple[AttentionSpec, Window] | None = None
+    num_sms: int = 0  # SMs that a backward pass may use
+    scales: Scales | None = None  # of calls with FP8 tensors
+    # Appends to the cache and rotates: gives the queries, the lengths, and keys beyond those.
+    append: Any = None
+    has_host_integers: bool = False  # whether an int32 tensor is on the CPU
+    capacity: int | None = None  # length of each sequence in a call on a cache without lengths
+
+    @classmethod
+    def of(
+        cls, call: AttentionCall, described: tuple, options: Options, kernels: Any, **rest: Any
+    ) -> "PreparedAttention":
+        """What follows from a valid call for all kinds of calls."""
+        names, appends = function_names(options), rest.get("append") is not None
+        rest["most_queries"] = min(rest.get("most_queries", call.most_queries), call.most_queries)
+        return cls(
+            call,
+            kernels,
+            Outputs.of(call.out_shape, call.lse_shape, call.q, call.is_packed),
+            call.overlaps(described, names, appends),
+            batch=call.batch,
+            scale=call.head_dim**-0.5,
+            has_host_integers=any(
+                x is not None and x.device.type == "cpu" for x in call[OF_INTEGERS]
+            ),
+            capacity=call.capacity if call.has_cache and call.seqused_k is None else None,
+            **rest,
+        )
+
+    def attend(
+        self,
+        tensors: Tensors,  # the int32 ones on q's device
+        modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
+        scale: float,
+        dropout: Dropout | None,
+        longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
+        returns_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Append, and write out, or a new tensor; return it with the log-sum-exp."""
+        (
+            q, k, v, _, _, _, _, used_k, batch_idx, leftpad, pages, _, ends_q, _, used_q, ends_k,
+            scale_q, scale_k, scale_v, _, sinks, out,
+        ) = tensors  # fmt: skip
+        is_new, lse, descales, seqlen_new = out is None, None, None, 0
+        if out is None:
+            out = self.outputs.allocate(q)
+        if returns_lse:
+            lse = self.outputs.allocate_lse(q)
+        if self.scales is not None:
+            descales = self.scales.of(scale_q, scale_k, scale_v)
+        if self.append is not None:
+            q, used_k, seqlen_new = self.append.run(tensors, out if is_new else None, descales)
+        tables, sizes = NO_TABLES, None
+        if ends_q is not None and not q.shape[0]:
+            return out, lse
+        if self.kernels is None:
+            if ends_q is None:
+                hide_all_keys(out, lse, sinks)
+            elif self.batch:
+                hide_all_keys_of_packed(out, lse, ends_q, used_q, sinks)
+            return out, lse
+        # In half the time that the class itself takes.
+        operands = tuple.__new__(
+            RaggedOperands, (q, k, v, out, lse, ends_q, ends_k, used_q, used_k)
+        )
+        if not (batch_idx is leftpad is pages is None):
+            tables = CacheTables(batch_idx, leftpad, pages)
+        if ends_q is not None and isinstance(self.kernels, PackedCall):
+            sizes = self.sizes(q, k, longest)
+        self.kernels.attend(
+            operands, sizes, modifiers, scale, dropout, tables, seqlen_new, descales
+        )
+        return out, lse
+
+    def sizes(
+        self, q: torch.Tensor, k: torch.Tensor, longest: tuple[int, int] | None
+    ) -> PackedSizes:
+        """What the host knows of the lengths of packed queries, and of their keys."""
+        total_q, heads, _ = q.shape
+        if longest is None:
+            total_k, longest_q, longest_k = 0, self.description.seqlen_q, self.description.capacity
+        else:
+            total_k = k.shape[0]
+            longest_q, longest_k = min(longest[0], total_q), min(longest[1], total_k)
+        return PackedSizes(self.batch, heads, total_q, total_k, longest_q, longest_k)
+
+
+def checked_call(described: tuple, options: Options) -> AttentionCall:
+    """The call of these tensors; raises unless they fit together."""
+    check_settings()
+    call = AttentionCall.of(described, options.kind, options.max_seqlen_q)
+    check_tensors(call)
+    if options.metadata is not None:
+        options.metadata.check_call(call, options)
+    return call
+
+
+def describe_call(
+    prepare: Callable[[tuple, Options], PreparedAttention],
+    tensors: Tensors,
+    options: Options,
+    latest: FastPath,
+) -> tuple[PreparedAttention, Sequence[int]]:
+    """What these tensors and options lead to, and where the tensors begin.
+
+    The next call is compared with this one.
+    """
+    kind, used_q, names = options.kind, tensors[USED_Q], function_names(options)
+    if kind == PACKED and not (used_q is None or isinstance(used_q, torch.Tensor)):
+        came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
+        raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
+    described = describe_tensors(kind, tensors, names)
+    call = of_any_totals(prepare, described, options)
+    for place in (OUT, K, V) if call.append is not None else (OUT,):
+        if tensors[place] is not None:
+            check_writable(call.description.name(TENSORS[place]), tensors[place])
+    totals = places_of_totals(kind, tensors[ENDS_Q] is not None)
+    alignments = *ALIGNMENTS, *[1] * len(names)
+    latest.remember(tensors, alignments, sum(totals, ()), call, WITH_GRADIENT[kind])
+    return call, addresses(tensors)
+
+
+ARGUMENTS = (
+    "softmax_scale", "window_size", "score", "mask", "rng_state", "max_seqlen_q", "max_seqlen_k",
+    "scheduler_metadata", "cache_length", "schedule", "plan",
+)  # fmt: skip
+"""What calls hand on besides tensors and options, in this order."""
+
+
+def run_call(
+    kind: str,
+    prepare: Callable[
+        [tuple, Options], PreparedAttention
+    ],  # for calls of a description and options
+    tensors: Tensors,
+    values: tuple,  # the options, as `options_of` takes them
+    arguments: tuple,  # the `ARGUMENTS`; a number in place of cache_seqlens is `cache_length`
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What a public function returns."""
+    q, k, v = tensors[:3]
+    if is_traced(q):
+        named = dict(zip(NAMES_BY_KIND[kind], tensors, strict=True))
+        return trace_attention(kind, values, named | dict(zip(ARGUMENTS, arguments, strict=True)))
+    (
+        softmax_scale, window_size, score, mask, rng_state, longest_q, longest_k, metadata, length,
+        schedule, plan,
+    ) = arguments  # fmt: skip
+    with_gradient, slopes, sinks = WITH_GRADIENT[kind], tensors[SLOPES], tensors[SINKS]
+    has_gradient, functions, read, bounds = False, None, None, None
+    if with_gradient:
+        try:
+            has_gradient = wants_gradient(q, k, v, sinks)
+        except AttributeError:
+            describe_tensors(kind, tensors)  # says what is no tensor
+            raise
+    everything, of_flash_attention_2 = tensors, softmax_scale
+    if not (score is mask is None):
+        describe("q", q, ALIGNMENT, bool(with_gradient))
+        functions, read = functions_of(q, score, mask)
+        everything = *tensors, *read
+    if kind in MUST_SAY_LONGEST:
+        longest_q = integer("max_seqlen_q", longest_q, 0)
+        longest_k = integer("max_seqlen_k", longest_k, 0)
+        of_flash_attention_2 = tensors[USED_Q]
+    if metadata is not None:
+        check_metadata(metadata)
+    if kind == PACKED:
+        # Nothing that is prepared depends on them.
+        bounds, longest_q = (longest_q, longest_k), None
+    rest = has_gradient, functions, longest_q, metadata, schedule, plan
+    options, returns_lse, deterministic, dropout_p, latest = options_of(
+        kind, of_flash_attention_2, window_size, values, rest
+    )
+    call, begins = latest.find(everything)
+    if call is None:
+        call, begins = describe_call(prepare, everything, options, latest)
+    if tensors[ENDS_Q] is not None:
+        check_totals(q, k, v, tensors[OUT], call.most_queries, kind == PACKED)
+    if call.overlaps is not None:
+        call.overlaps(q.shape[0], k.shape[0], *begins)
+    scale, dropout = call.scale, None
+    if softmax_scale is not None:
+        scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
+    if dropout_p or rng_state is not None:
+        dropout = dropout_of(dropout_p, rng_state, q)
+    if length is None:
+        length = call.capacity
+    if length is not None or call.has_host_integers or assertions.ASSERTIONS:
+        tensors = checked_integers(call.description, tensors, length, bounds, query_step(options))
+        if assertions.ASSERTIONS and not (
+            call.description.has_cache or options.softcap or call.scales
+        ):
+            check_scores_of(tensors, scale)
+    if not (slopes is sinks is None):
+        read = modifier_tensors(slopes, read or (), sinks)
+    if not has_gradient:
+        out, lse = call.attend(tensors, read or None, scale, dropout, bounds, returns_lse)
+        return (out, lse) if returns_lse else out
+    if call.scales is not None:
+        raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
+    check_differentiable(q, k, v, sinks, score, tensors[OUT], options.pack_gqa)
+    backward = BackwardCall(call.problem, bounds, scale, deterministic, call.num_sms)
+    attend = functools.partial(call.attend, tensors, read or None, scale, dropout, bounds, True)
+    lengths = lengths_of(tensors)
+    differentiable = DifferentiableCall(attend, backward, lengths, dropout, returns_lse)
+    return attend_differentiably(differentiable, q, k, v, *(read or ()))
+
+
+def query_step(options: Options) -> int:
+    """Rotary positions from a query to the next: 1, or 0 if all queries share one."""
+    return int(options.window != Window())
+
+
+def check_scores_of(tensors: Tensors, scale: float) -> None:
+    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1."""
+    q, k = tensors[Q], tensors[K]
+    ends_q, ends_k, used_q, used_k = lengths_of(tensors)
+    used = None, None
+    if ends_q is not None:
+        if len(ends_q) == 1:
+            return
+        used = used_queries(len(q), ends_q, used_q), used_queries(len(k), ends_k, used_k)
+    assertions.check_scores(q, k, scale, used)
