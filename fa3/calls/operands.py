@@ -313,28 +313,38 @@ def check_of_addresses(
     pairs = [
         (i, j) for n, i in enumerate(places) for j in range(len(given)) if j not in places[: n + 1]
     ]
-    # The tensors with a total, and which one it is.
-    growing = [(i, side) for i, name in enumerate(given) for side in (0, 1) if name in totals[side]]
     sizes = [layout.bytes for layout in layouts]
+    # Of the tensors with a total: which one it is, bytes from row to row, and bytes of a row.
+    growing = {
+        i: (side, layouts[i].stride[0] * layouts[i].itemsize, layouts[i].row.bytes)
+        for side in (0, 1)
+        for i, name in enumerate(given)
+        if name in totals[side]
+    }
 
-    @functools.lru_cache(maxsize=MOST_REMEMBERED)
     def check(*numbers: int) -> None:
-        begins, of_call, lengths = numbers[2:], layouts.copy(), sizes.copy()
-        for i, side in growing:
-            shape, stride, itemsize = layouts[i]
-            of_call[i] = Layout((numbers[side], *shape[1:]), stride, itemsize)
-            lengths[i] = of_call[i].bytes
+        begins, lengths = numbers[2:], sizes
+        if growing:
+            lengths = sizes.copy()
+            for i, (side, step, row) in growing.items():
+                lengths[i] = step * (numbers[side] - 1) + row if numbers[side] else 0
         for i, j in pairs:
             distance = begins[j] - begins[i]
             # Most do not even come near each other.
-            near = -lengths[j] < distance < lengths[i]
-            if near and share(of_call[i], of_call[j], distance):
-                raise ValueError(
-                    f"{given[i]} must not overlap {given[j]}: it is written in a call that uses "
-                    f"{given[j]}"
-                )
+            if -lengths[j] < distance < lengths[i]:
+                one, other = (
+                    layouts[place].with_rows(numbers[growing[place][0]])
+                    if place in growing else layouts[place]
+                    for place in (i, j)
+                )  # fmt: skip
+                if share(one, other, distance):
+                    raise ValueError(
+                        f"{given[i]} must not overlap {given[j]}: it is written in a call that "
+                        f"uses {given[j]}"
+                    )
 
-    return check
+    # Totals are other ones in every call.
+    return check if growing else functools.lru_cache(maxsize=MOST_REMEMBERED)(check)
 
 
 def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | None]) -> None:

@@ -36,6 +36,15 @@ class Layout(NamedTuple):
         """The bytes of the longest step."""
         return self.itemsize * max((stride for stride, _ in self.steps), default=0)
 
+    @property
+    def row(self) -> "Layout":
+        """One row, of all dimensions but the first."""
+        return Layout(self.shape[1:], self.stride[1:], self.itemsize)
+
+    def with_rows(self, rows: int) -> "Layout":
+        """The same with so many rows."""
+        return self._replace(shape=(rows, *self.shape[1:]))
+
     def split(self, stride: int) -> tuple[int, "Layout"]:
         """How often a tensor steps by so many bytes, and what lies within one of these steps."""
         if self.longest < stride:
