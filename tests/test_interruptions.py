@@ -133,7 +133,7 @@ with pytest.MonkeyPatch.context() as stubs:
 
 
 def decodes() -> None:
-    DECODES.attend(OPERANDS, NO_TABLES, None, 1.0)
+    DECODES.attend(OPERANDS, None, None, 1.0, None, NO_TABLES, 0, None)
 
 
 def is_dense() -> None:

@@ -184,8 +184,8 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0
     for name, value in given.items():
-        kind = OPTION_KINDS.get(name, type(value))
-        if type(value) is not kind or (kind is int and value < 0):
+        wanted = OPTION_KINDS.get(name, type(value))
+        if type(value) is not wanted or (wanted is int and value < 0):
             given[name] = converted(name, value, note if name == "causal" else "")
     if given["pack_gqa"] is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
