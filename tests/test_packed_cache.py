@@ -280,7 +280,7 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
         q, out, seqlens = operands.q, operands.out, operands.seqused_k
         attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 
-    def alone(self, operands, tables, modifiers, scale, seqlen_new, descales):
+    def alone(self, operands, sizes, modifiers, scale, dropout, tables, seqlen_new, descales):
         note(self, operands, seqlen_new)
 
     monkeypatch.setattr(

@@ -96,9 +96,8 @@ def note_attending(monkeypatch) -> list:
     alone, "beside" where it has other sequences than the forward kernel, "forward"."""
     found: list = []
 
-    def of_packed(call, operands, sizes, tensors, scale, dropout=None, has_gradients=False):
-        signature = call.with_gradients if has_gradients else call.signature
-        route = signature.route(sizes)
+    def of_packed(call, operands, sizes, *rest):
+        route = call.signature.route(sizes)
         if route.name == DECODE:
             found.append(call.decode_plan(route.most_queries, False).sizes.seqlen_q)
         elif route.has_forward:

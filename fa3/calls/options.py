@@ -185,7 +185,8 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
         given["attention_chunk"] = 0
     for name, value in given.items():
         wanted = OPTION_KINDS.get(name, type(value))
-        if type(value) is not wanted or (wanted is int and value < 0):
+        # Of integers, whether they are 0 or more, too.
+        if type(value) is not wanted or wanted is int:
             given[name] = converted(name, value, note if name == "causal" else "")
     if given["pack_gqa"] is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
