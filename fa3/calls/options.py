@@ -184,9 +184,9 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0
     for name, value in given.items():
-        wanted = OPTION_KINDS.get(name, type(value))
+        wanted = OPTION_KINDS.get(name)
         # Of integers, whether they are 0 or more, too.
-        if type(value) is not wanted or wanted is int:
+        if wanted is int or (wanted is not None and type(value) is not wanted):
             given[name] = converted(name, value, note if name == "causal" else "")
     if given["pack_gqa"] is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
