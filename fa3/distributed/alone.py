@@ -99,22 +99,22 @@ class KeyPart:
             *ends, longest = self.lengths
             kind, prepare = PACKED, prepare_varlen
 
-        def call_of(q, k, v, slopes, sinks, out):
-            lengths = ends[0], None, None, ends[1]
-            return q, k, v, *[None] * 9, *lengths, *[None] * 3, slopes, sinks, out
+        def named(q, k, v, modifiers, out):
+            nothing = [None] * 3
+            return q, k, v, *nothing * 3, ends[0], None, None, ends[1], *nothing, *modifiers, out
 
-        described = describe_tensors(kind, call_of(q, k, v, *modifiers, None))
+        described = describe_tensors(kind, named(q, k, v, modifiers, None))
         options = options._replace(has_gradient=has_gradient)
-        call = of_any_totals(prepare, described, options)
+        call: Any = of_any_totals(prepare, described, options)
 
-        def attend(q, k, v, modifiers, out):
-            read = modifier_tensors(modifiers[0], (), modifiers[1])
-            tensors = call_of(q, k, v, *modifiers, out)
-            return call.attend(tensors, read, scale, None, longest, True)
+        def attend(*given):
+            read = modifier_tensors(given[3][0], (), given[3][1])
+            return call.attend(named(*given), read, scale, None, longest, True)
 
         num_sms = sms_of(q.device, options.sm_margin)
         backward = BackwardCall(call.problem, longest, scale, deterministic, num_sms)
-        return DifferentiableCall(attend, backward, (*ends, None, None), None, True)
+        differentiable: Any = DifferentiableCall
+        return differentiable(attend, backward, (*ends, None, None), None, True)
 
 
 @functools.lru_cache(maxsize=64)
