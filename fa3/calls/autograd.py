@@ -116,7 +116,7 @@ class WithoutDerivative(torch.autograd.Function):
 class DifferentiableCall(NamedTuple):
     """A call, without the tensors that may have a gradient."""
 
-    attend: Callable[[], tuple[torch.Tensor, torch.Tensor]]  # gives out and the log-sum-exp
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # gives out and the log-sum-exp
     backward: BackwardCall
     lengths: Sequence[torch.Tensor | None]  # the `PackedLengths`
     dropout: Dropout | None

@@ -100,8 +100,7 @@ class KeyPart:
             kind, prepare = PACKED, prepare_varlen
 
         def named(q, k, v, modifiers, out):
-            nothing = [None] * 3
-            return q, k, v, *nothing * 3, ends[0], None, None, ends[1], *nothing, *modifiers, out
+            return q, k, v, *[None] * 9, ends[0], None, None, ends[1], *[None] * 3, *modifiers, out
 
         described = describe_tensors(kind, named(q, k, v, modifiers, None))
         options = options._replace(has_gradient=has_gradient)
@@ -113,8 +112,7 @@ class KeyPart:
 
         num_sms = sms_of(q.device, options.sm_margin)
         backward = BackwardCall(call.problem, longest, scale, deterministic, num_sms)
-        differentiable: Any = DifferentiableCall
-        return differentiable(attend, backward, (*ends, None, None), None, True)
+        return DifferentiableCall(attend, backward, (*ends, None, None), None, True)
 
 
 @functools.lru_cache(maxsize=64)
