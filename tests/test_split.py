@@ -13,7 +13,6 @@ from kvcache_reference import check_call
 from valid_calls import OnGpu
 
 from fa3.calls import assertions as calls_assertions
-from fa3.calls import decode as decode_calls
 from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
 from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
@@ -249,13 +248,13 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         (200, 0, 131), 2, (2, 2, 2), page_size=16, group=4, head_dim_v=96, causal=True, softcap=9.0
     )
     call = make_call(problem)
-    cuts = []
+    cuts, chosen = [], decode.choose_cut
 
     def choose_cut(*arguments):
-        cuts.append(decode.choose_cut(*arguments))
+        cuts.append(chosen(*arguments))
         return cuts[-1]
 
-    monkeypatch.setattr(decode_calls, "choose_cut", choose_cut)
+    monkeypatch.setattr(decode, "choose_cut", choose_cut)
     prepare_cache_call.cache_clear()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
