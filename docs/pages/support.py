@@ -19,7 +19,7 @@ from docs.examples.documents import Documents
 from docs.examples.relative_bias import RelativeBias
 from fa3.planning.gpu import H200
 from fa3.planning.tilings import choose_config
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, Problem, Window
+from fa3.problem import FP8_HEAD_DIM_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, Problem, Window
 from fa3.scores.masks import Band
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ What GPUs refuse beyond that is in [conventions.md](conventions.md#what-is-refus
 """
 
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, HEAD_DIM, PAGE_SIZE = 2, 8, 4, 2, 16, 4
+FP8_HEAD_DIMS = FP8_HEAD_DIM_UNIT, FP8_HEAD_DIM_UNIT
 YES = "yes"
 
 Inputs = dict[str, object]
@@ -177,8 +178,10 @@ def options() -> Iterator[Option]:
     yield Option("pages in FP8", of={PACKED: on_pages | of_packed, CACHED: in_cache | pages})
     no_pages = cached(fp8, (HEAD_DIM, HEAD_DIM), HEADS_KV)
     no_pages = {name: no_pages[name] for name in CACHES} | descale
-    without = dict.fromkeys((DENSE, PACKED), descale) | {CACHED: no_pages}
-    yield Option("`k_descale` without pages", of=without)
+    without = {CACHED: no_pages}
+    for name in (DENSE, PACKED):
+        without[name] = FUNCTIONS[name][1](fp8, FP8_HEAD_DIMS, HEADS_KV) | descale
+    yield Option("`k_descale` with tensors in FP8, without pages", of=without)
     scaled = {PACKED: on_pages | of_packed | descale, CACHED: in_cache | pages | descale}
     yield Option("`k_descale` with pages in FP8", of=scaled)
     yield Option("`attention_chunk`", {"attention_chunk": 4})
@@ -186,7 +189,7 @@ def options() -> Iterator[Option]:
     yield Option("gradients", of=differentiable)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = ((64, 64), (72, 72), (128, 128), (192, 128), (64, 256), (256, 256), (264, 264))
 TILED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 HEADS = {"MHA": HEADS_Q, "GQA": HEADS_KV, "MQA": 1}
@@ -224,6 +227,7 @@ def operand_lines() -> Iterator[list[str]]:
     same, usual = torch.bfloat16, (HEAD_DIM, HEAD_DIM)
     cases = {
         **{str(dtype).removeprefix("torch."): (dtype, usual, HEADS_KV) for dtype in DTYPES},
+        "float8_e4m3fn": (torch.float8_e4m3fn, FP8_HEAD_DIMS, HEADS_KV),
         **{f"head sizes {q}, {v}": (same, (q, v), HEADS_KV) for q, v in HEAD_DIMS},
         **{name: (same, usual, heads_kv) for name, heads_kv in HEADS.items()},
     }

@@ -130,7 +130,7 @@ def flash_attn_func(
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
             up to 256. Any strides that are multiples of 16 bytes with a contiguous last dimension.
             Or float8_e4m3fn, without gradients: then head sizes are multiples of 32, k and v are
-            of the same dtype, and the output is bfloat16.
+            of the same dtype, and the output is bfloat16 or, with such an `out`, float16.
         k: (batch, seqlen_k, heads_kv, head_dim), like q.
         v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
@@ -151,8 +151,8 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q;
-            bfloat16 with q in FP8. Must not share memory with another tensor of the call; it may
-            lie between their elements. Not with gradients.
+            bfloat16 or float16 with q in FP8. Must not share memory with another tensor of the
+            call; it may lie between their elements. Not with gradients.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
             their order; chosen by the planner if not given. If the planner pairs CTAs, the list
