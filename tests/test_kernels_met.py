@@ -82,7 +82,8 @@ def loaded(monkeypatch) -> dict:
     for module in (decode, packed_calls, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     # It would make a tensor on the GPU.
-    monkeypatch.setattr(kvcache, "Scales", SimpleNamespace(on=lambda *arguments: None))
+    for module in (kvcache, varlen):
+        monkeypatch.setattr(module, "Scales", SimpleNamespace(on=lambda *arguments: None))
     return found
 
 
