@@ -393,7 +393,7 @@ OPTIONS = [
     ("dense", "schedule", "fastest", "must be one of ...'fastest'"),
     ("dense", "schedule", {**NO_ROWS, "schedule": "fastest"}, "must be one of"),
     ("dense", "schedule", lambda x: lambda tiles: tiles[1:], "leaves out Tile"),
-    ("dense", "schedule", lambda x: lambda tiles: tiles + tiles[:1], "gives Tile...twice"),
+    ("dense", "schedule", lambda x: lambda tiles: tiles + tiles[:1], "has Tile...2 times"),
     ("dense", "schedule", lambda x: lambda tiles: tiles.sort(), TYPE, "must return the tiles"),
     ("dense", "alibi_slopes", torch.Tensor, TYPE, f"{NO_TENSOR} the class Tensor$"),
     ("varlen", "causal", (1, 2), TYPE, "must be a bool, got tuple$"),
