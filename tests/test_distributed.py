@@ -324,6 +324,13 @@ WRONG = {
     "slopes": (
         {"alibi_slopes": (3,)}, "", "NotImplementedError: rank 1: alibi_slopes is not supp"
     ),
+    "slopes of 5 heads": (
+        {"alibi_slopes": (5,)}, "", "ValueError: rank 1: alibi_slopes must have shape (3,) or"
+    ),
+    "sinks": ({"sinks": torch.ones(2)}, "", "ValueError: rank 1: sinks must have shape (3,), one"),
+    "dtype": ({"v": torch.ones(1, 3, 3, 16).half()}, "", "TypeError: rank 1: v must be torch.bfl"),
+    "scale": ({"softmax_scale": [1.0]}, "", "TypeError: rank 1: softmax_scale must be a float, "),
+    "lse": ({"return_lse": 3}, "", "TypeError: rank 1: return_lse must be a bool, got 3"),
 }  # fmt: skip
 """What rank 1 does otherwise, the method of all, and what all say."""
 
@@ -337,7 +344,7 @@ def call_wrongly(group, changed, method):
     if "alibi_slopes" in named:
         named["alibi_slopes"] = torch.ones(named["alibi_slopes"], device=device)
     named = {"layout": zigzag, "method": method or "gather", "group": group} | named
-    return refusal(flash_attn_func, v=named["k"], **named)
+    return refusal(flash_attn_func, **({"v": named["k"]} | named))
 
 
 @ON_CPU

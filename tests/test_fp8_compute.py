@@ -246,6 +246,8 @@ def test_the_output_may_be_in_fp16(where):
     ):
         with pytest.raises(TypeError, match=r"out must be torch.bfloat16 with q in"):
             call(out.to(other))
+    with pytest.raises(TypeError, match=r"q must be a torch.Tensor, got NoneType"):
+        fa3.flash_attn_varlen_func(None, *arguments[1:], out=out_of_rows)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

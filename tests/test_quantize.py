@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from fake_gpu import noting_launches
 from machine_code import check_ptxas_log, inspect
 from problems import poisoned_allocations
 from reference import dense
@@ -13,6 +14,7 @@ from fa3.calls.quantize import means_of
 from fa3.kernels.quantize import LEAST_SCALE, Quantize, mixed_columns
 from fa3.problem import Window
 from fa3.reference.quantize import rotated
+from fa3.running import compiler
 from fa3.running.compiler import compile_kernel
 
 E4M3 = torch.float8_e4m3fn
@@ -257,6 +259,16 @@ def test_empty_calls(where):
         assert made.q_descale.shape == (batch, heads)
 
 
+def test_calls_without_heads_need_no_kernel():
+    """The DSL has no tensors without rows."""
+    with noting_launches(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "LOADED", {})
+        patch.setattr(compiler, "from_disk", pytest.fail)
+        rows = torch.empty(2, 5, 0, 64, dtype=torch.bfloat16)
+        made = fa3.quantize(rows, rows, rows)
+        assert made.q.shape == rows.shape and made.q_descale.shape == (2, 0)
+
+
 def test_what_is_refused():
     q, k, v = (drawn(2, 20, 2, 64) for _ in range(3))
     with pytest.raises(TypeError, match=r"q must be torch.bfloat16 or torch.float16"):
@@ -269,6 +281,8 @@ def test_what_is_refused():
         fa3.quantize(*(x[..., :48] for x in (q, k, v)))
     with pytest.raises(ValueError, match="v must have shape"):
         fa3.quantize(q, k, v[:, :10])
+    with pytest.raises(ValueError, match=r"q must have heads like k, got shape \(2, 20, 0, 64\)"):
+        fa3.quantize(q[:, :, :0], k, v)
     with pytest.raises(ValueError, match="k requires grad"):
         fa3.quantize(q, k.clone().requires_grad_(), v)
     ends, rows = torch.tensor([0, 20], dtype=torch.int32), [x[0] for x in (q, k, v)]

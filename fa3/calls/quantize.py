@@ -159,7 +159,8 @@ def write_one_by_one(
 def prepare_quantize(
     described: Described, options: Options, smooth_k: bool, hadamard: bool
 ) -> tuple[Callable | None, int]:
-    """Validate a call and load its kernel, None on the CPU; and the most rows of packed q."""
+    """Validate a call and load its kernel; and the most rows of packed q.
+    The kernel is None on the CPU, and without heads, which the DSL does not take."""
     check_settings()
     call = AttentionCall.of(described, options.kind)
     check_dtype("q", call.q, *DTYPES)
@@ -170,9 +171,11 @@ def prepare_quantize(
                 f"{name} has head_dim {operand.shape[-1]}, supported in FP8 are multiples of "
                 f"{FP8_HEAD_DIM_UNIT}"
             )
-    if call.q.device.type == "cpu":
+    if call.heads_q < call.heads_kv:
+        raise ValueError(f"q must have heads like k, got shape {tuple(call.q.shape)}")
+    if call.q.device.type == "cpu" or not call.heads_q:
         return None, call.most_queries
-    group = call.heads_q // max(1, call.heads_kv)
+    group = call.heads_q // call.heads_kv
     head_dims = call.head_dim, call.head_dim_v
     kinds = group, call.is_packed, smooth_k, hadamard
     return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds)), call.most_queries

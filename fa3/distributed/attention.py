@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from fa3.calls.autograd import wants_gradient
 from fa3.calls.call import describe_tensors
-from fa3.calls.operands import Operand
+from fa3.calls.modifiers import check_alibi_slopes, check_sinks
+from fa3.calls.operands import Operand, check_same_kind
 from fa3.calls.options import (
     DENSE,
     PACKED,
     Options,
     as_pair,
+    check_scale,
     check_softcap,
     check_window,
     converted,
@@ -188,17 +190,27 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
     )  # fmt: skip
     asked = Asked(options, named["softmax_scale"], deterministic, has_gradient)
     check_softcap(softcap)
-    check_call(described)
+    check_scale(named["softmax_scale"], 1)
+    flag("return_lse", named["return_lse"])
+    check_call(described, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
     methods_for(method, num_ranks, q.shape[2], window, slopes is not None, is_packed)
     return described, asked, layout, method
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def check_call(described: tuple[Operand, ...]) -> None:
-    """Raise unless the tensors of a call fit together."""
-    rows, key_rows = (shape[1] for shape, *_ in described[:2])
+def check_call(described: tuple[Operand, ...], sequences: int) -> None:
+    """Raise unless the tensors of a call with so many sequences fit together."""
+    q, k, v, slopes, sinks = described
+    rows, key_rows = q.shape[1], k.shape[1]
     if key_rows != rows:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
+    # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
+    check_same_kind("k", k, q)
+    check_same_kind("v", v, q)
+    if slopes is not None:
+        check_alibi_slopes(slopes, q, sequences)
+    if sinks is not None:
+        check_sinks(sinks, q)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
