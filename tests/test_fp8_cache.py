@@ -374,8 +374,8 @@ def test_calls_first_met_in_a_capture_make_their_own_scales(monkeypatch):
         capture.setattr(scales_of_calls, "is_capturing", lambda device: True)
         check_results(exact, *attend(call)[:2])
     check_results(exact, *attend(call)[:2])
-    scales = scales_of_calls.Scales(torch.device("cpu"), (2, 3), False, None)
-    one, other = (scales.of(None, None, None)[0] for _ in range(2))
+    scales = scales_of_calls.Scales(torch.device("cpu"), 3, False, None)
+    one, other = (scales.of(2, None, None, None)[0] for _ in range(2))
     assert one.data_ptr() != other.data_ptr() and one.shape == (2, 3)
 
 

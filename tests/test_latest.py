@@ -1,6 +1,7 @@
 """Calls like the one before: found again, and nothing passes that would be refused otherwise."""
 
 import gc
+import re
 import tracemalloc
 import weakref
 from threading import Thread
@@ -27,10 +28,10 @@ def cache_call(**changes) -> dict:
     return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": LENGTHS.clone()} | changes
 
 
-def packed_call(rows: int = 9, **changes) -> dict:
+def packed_call(rows: int = 9, batch: int = 2, **changes) -> dict:
     """Return a call on packed sequences."""
     q, k, v = (torch.randn(rows, 2, 16).bfloat16() for _ in range(3))
-    ends_q, ends_k = (torch.linspace(0, rows, 3).int() for _ in range(2))
+    ends_q, ends_k = (torch.linspace(0, rows, batch + 1).int() for _ in range(2))
     call = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
     return call | {"max_seqlen_q": rows, "max_seqlen_k": rows} | changes
 
@@ -70,11 +71,69 @@ def test_a_call_like_the_one_before_is_not_described(kind, stop_describing):
 
 
 def test_packed_sequences_may_have_any_lengths(stop_describing):
-    calls = [packed_call(rows) for rows in (1, 30, 9, 4)]
+    calls = [packed_call(*sizes) for sizes in ((1, 1), (30, 7), (9, 2), (4, 2))]
     expected = [fa3.flash_attn_varlen_func(**call) for call in calls]
     stop_describing()
     for call, out in zip(calls, expected, strict=True):
         assert torch.equal(fa3.flash_attn_varlen_func(**call), out)
+
+
+def of_each_sequence(batch: int) -> dict:
+    """Tensors of packed calls that have a row for each sequence."""
+    used = torch.full((batch,), 3, dtype=torch.int32)
+    return {"seqused_q": used, "seqused_k": used.clone(), "alibi_slopes": torch.ones(batch, 2)}
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_calls_on_any_number_of_sequences_are_prepared_once(is_fp8):
+    prepare = varlen.prepare_varlen
+    prepare.cache_clear()
+    for batch in range(40):
+        call = packed_call(5 * batch, batch, **of_each_sequence(batch))
+        if is_fp8:
+            codes = {n: torch.zeros(5 * batch, 2, 32).to(torch.float8_e4m3fn) for n in "qkv"}
+            call |= codes | {"k_descale": torch.ones(batch, 2)}
+        fa3.flash_attn_varlen_func(**call)
+    assert prepare.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize("remembered", [2, 5])
+@pytest.mark.parametrize(
+    "name", ["cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes", "q_descale"]
+)
+def test_numbers_of_sequences_are_compared_in_every_call(remembered, name):
+    def call(batch: int) -> dict:
+        codes = {n: torch.zeros(20, 2, 32).to(torch.float8_e4m3fn) for n in "qkv"}
+        descale = {"q_descale": torch.ones(batch, 2)}
+        return packed_call(20, batch, **of_each_sequence(batch), **codes, **descale)
+
+    for _ in range(3):
+        fa3.flash_attn_varlen_func(**call(remembered))
+    for batch, other in ((5, 2), (2, 5), (5, 3), (3, 0)):
+        wrong = call(batch) | {name: call(other)[name]}
+        shape = tuple(call(batch)[name].shape)
+        got = tuple(wrong[name].shape)
+        message = f"^{name} must have shape .*{re.escape(str(shape))} to .*{re.escape(str(got))}"
+        with pytest.raises(ValueError, match=message):
+            fa3.flash_attn_varlen_func(**wrong)
+
+
+def test_outputs_are_compared_with_all_lengths():
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    out = memory[:640].view(torch.bfloat16).view(10, 2, 16)
+    for batch in (1, 1, 1, 1, 9):
+        # They end before out does, or begin after it.
+        fa3.flash_attn_varlen_func(**packed_call(10, batch, out=out))
+    ends = memory[640 - 8 * 4 :][: 4 * 10].view(torch.int32)
+    ends.copy_(torch.arange(1, 11))
+    with pytest.raises(ValueError, match="^out must not overlap cu_seqlens_k"):
+        fa3.flash_attn_varlen_func(**packed_call(10, 9, out=out, cu_seqlens_k=ends))
+    before = torch.zeros(4096, dtype=torch.uint8)
+    ends = before[: 4 * 10].view(torch.int32)
+    out = before[32 : 32 + 640].view(torch.bfloat16).view(10, 2, 16)
+    with pytest.raises(ValueError, match="^out must not overlap cu_seqlens_k"):
+        fa3.flash_attn_varlen_func(**packed_call(10, 9, out=out, cu_seqlens_k=ends))
+    fa3.flash_attn_varlen_func(**packed_call(10, 7, out=out, cu_seqlens_k=ends[:8]))
 
 
 def test_a_tensor_that_requires_grad_is_refused():

@@ -24,6 +24,7 @@ from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
     ALIGNMENTS,
     ENDS_Q,
+    MOST_RAGGED_ROWS,
     NAMES_BY_KIND,
     OF_INTEGERS,
     OUT,
@@ -39,9 +40,10 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
+    have_one_batch,
     lengths_of,
-    of_any_totals,
-    places_of_totals,
+    of_any_lengths,
+    places_by_rows,
 )
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
@@ -91,7 +93,7 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """What calls of a description lead to, whatever the totals of packed rows are."""
+    """What calls of a description lead to, whatever the lengths of packed tensors are."""
 
     description: AttentionCall
     # How they run, with a method `attend`; None if there is no key, or no query.
@@ -100,9 +102,8 @@ class PreparedAttention:
     # Checks that what is written shares no memory with other tensors; None if nothing of the
     # caller's is written.
     overlaps: CheckOfAddresses | None
-    most_queries: int  # rows of packed queries that 32 bits count
-    batch: int
     scale: float  # the softmax scale if the call names none
+    most_queries: int = MOST_RAGGED_ROWS  # rows of packed queries that 32 bits count
     # Of calls that may have a gradient: the problem, of packed sequences the spec and the window.
     problem: Problem | tuple[AttentionSpec, Window] | None = None
     num_sms: int = 0  # SMs that a backward pass may use
@@ -118,13 +119,11 @@ class PreparedAttention:
     ) -> "PreparedAttention":
         """What follows from a valid call for all kinds of calls."""
         names, appends = function_names(options), rest.get("append") is not None
-        rest["most_queries"] = min(rest.get("most_queries", call.most_queries), call.most_queries)
         return cls(
             call,
             kernels,
             Outputs.of(call.out_shape, call.lse_shape, call.q, call.is_packed),
             call.overlaps(described, names, appends),
-            batch=call.batch,
             scale=call.head_dim**-0.5,
             has_host_integers=any(
                 x is not None and x.device.type == "cpu" for x in call[OF_INTEGERS]
@@ -153,7 +152,8 @@ class PreparedAttention:
         if returns_lse:
             lse = self.outputs.allocate_lse(q)
         if self.scales is not None:
-            descales = self.scales.of(scale_q, scale_k, scale_v)
+            batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
+            descales = self.scales.of(batch, scale_q, scale_k, scale_v)
         if self.append is not None:
             q, used_k, seqlen_new = self.append.run(tensors, out if is_new else None, descales)
         tables, sizes = NO_TABLES, None
@@ -162,7 +162,7 @@ class PreparedAttention:
         if self.kernels is None:
             if ends_q is None:
                 hide_all_keys(out, lse, sinks)
-            elif self.batch:
+            elif ends_q.shape[0] > 1:
                 hide_all_keys_of_packed(out, lse, ends_q, used_q, sinks)
             return out, lse
         # In half the time that the class itself takes.
@@ -172,14 +172,14 @@ class PreparedAttention:
         if not (batch_idx is leftpad is pages is None):
             tables = CacheTables(batch_idx, leftpad, pages)
         if ends_q is not None and isinstance(self.kernels, PackedCall):
-            sizes = self.sizes(q, k, longest)
+            sizes = self.sizes(q, k, ends_q.shape[0] - 1, longest)
         self.kernels.attend(
             operands, sizes, modifiers, scale, dropout, tables, seqlen_new, descales
         )
         return out, lse
 
     def sizes(
-        self, q: torch.Tensor, k: torch.Tensor, longest: tuple[int, int] | None
+        self, q: torch.Tensor, k: torch.Tensor, batch: int, longest: tuple[int, int] | None
     ) -> PackedSizes:
         """What the host knows of the lengths of packed queries, and of their keys."""
         total_q, heads, _ = q.shape
@@ -188,7 +188,7 @@ class PreparedAttention:
         else:
             total_k = k.shape[0]
             longest_q, longest_k = min(longest[0], total_q), min(longest[1], total_k)
-        return PackedSizes(self.batch, heads, total_q, total_k, longest_q, longest_k)
+        return PackedSizes(batch, heads, total_q, total_k, longest_q, longest_k)
 
 
 def checked_call(described: tuple, options: Options) -> AttentionCall:
@@ -216,13 +216,13 @@ def describe_call(
         came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
         raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
     described = describe_tensors(kind, tensors, names)
-    call = of_any_totals(prepare, described, options)
+    call = of_any_lengths(prepare, described, options)
     for place in (OUT, K, V) if call.append is not None else (OUT,):
         if tensors[place] is not None:
             check_writable(call.description.name(TENSORS[place]), tensors[place])
-    totals = places_of_totals(kind, tensors[ENDS_Q] is not None)
+    of_any_length = sum(places_by_rows(kind, tensors), ())
     alignments = *ALIGNMENTS, *[1] * len(names)
-    latest.remember(tensors, alignments, sum(totals, ()), call, WITH_GRADIENT[kind])
+    latest.remember(tensors, alignments, of_any_length, call, WITH_GRADIENT[kind])
     return call, addresses(tensors)
 
 
@@ -278,12 +278,16 @@ def run_call(
         kind, of_flash_attention_2, window_size, values, rest
     )
     call, begins = latest.find(everything)
-    if call is None:
+    if call is None or (kind == PACKED and not have_one_batch(tensors)):
         call, begins = describe_call(prepare, everything, options, latest)
+    batch = 0
     if tensors[ENDS_Q] is not None:
-        check_totals(q, k, v, tensors[OUT], call.most_queries, kind == PACKED)
+        batch = tensors[ENDS_Q].shape[0] - 1
+        if metadata is not None and metadata.batch != batch:
+            metadata.check(batch=batch)
+        check_totals(q, k, v, tensors[OUT], batch, kind == PACKED, call.most_queries)
     if call.overlaps is not None:
-        call.overlaps(q.shape[0], k.shape[0], *begins)
+        call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
     scale, dropout = call.scale, None
     if softmax_scale is not None:
         scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)

@@ -2,12 +2,13 @@
 
 All functions hand on their tensors in one order, `TENSORS`. An `AttentionCall` says what each of
 them is like, and what follows from that. Repeated calls share it, so it has no total of packed
-rows, which differs from step to step: totals are looked at in each call (`check_totals`), and so
-are the numbers in int32 tensors (`values`).
+rows and, where keys are packed too, no number of sequences: these differ from step to step. They
+are looked at in each call (`check_totals`, `have_one_batch`), and so are the numbers in int32
+tensors (`values`).
 """
 
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import TypeVar
@@ -73,8 +74,9 @@ OF_INTEGERS = slice(7, 15)
 INTEGERS = TENSORS[OF_INTEGERS]
 """The int32 tensors that a call on a cache may have: where they are, and their names."""
 
-Q, K, V, ENDS_Q, USED_Q, SLOPES, SINKS, OUT = map(
-    TENSORS.index, ("q", "k", "v", "cu_seqlens_q", "seqused_q", "alibi_slopes", "sinks", "out")
+Q, K, V, ENDS_Q, USED_Q, ENDS_K, SLOPES, SINKS, OUT = map(
+    TENSORS.index,
+    ("q", "k", "v", "cu_seqlens_q", "seqused_q", "cu_seqlens_k", "alibi_slopes", "sinks", "out"),
 )
 """Where tensors are in `TENSORS`."""
 
@@ -96,11 +98,15 @@ ALIGNMENTS = tuple(
 
 
 REQUIRED = dict.fromkeys((DENSE, PAGED, CACHED), (Q, K, V))
-REQUIRED[PACKED] = (Q, K, V, ENDS_Q, TENSORS.index("cu_seqlens_k"))
+REQUIRED[PACKED] = (Q, K, V, ENDS_Q, ENDS_K)
 """The tensors that each kind of calls must have."""
 
 WITH_GRADIENT = {DENSE: (Q, K, V, SINKS), PACKED: (Q, K, V, SINKS), PAGED: (), CACHED: ()}
 """The tensors that may require grad."""
+
+OF_EACH_SEQUENCE = tuple(map(TENSORS.index, ("seqused_q", "seqused_k", *DESCALE_NAMES)))
+"""Where tensors are that have a row for each sequence, if keys are packed."""
+of_each_sequence = itemgetter(*OF_EACH_SEQUENCE)  # picks them
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 lengths_of = itemgetter(*map(TENSORS.index, LENGTHS_OF_PACKED))
@@ -141,20 +147,61 @@ def describe_tensors(
     ])  # fmt: skip
 
 
-def places_of_totals(kind: str, has_packed_queries: bool) -> tuple[tuple[int, ...], ...]:
-    """Where tensors are that have as many rows as packed q, and as packed k."""
-    return (Q, OUT) if has_packed_queries else (), (K, V) if kind == PACKED else ()
+def places_by_rows(kind: str, tensors: Sequence) -> tuple[tuple[int, ...], ...]:
+    """Where tensors are that may have another number of rows in each call, by this number.
+
+    Args:
+        tensors: the `TENSORS`, or their descriptions.
+
+    Returns:
+        where those are with the rows of packed q, and with the rows of packed k; where those are
+        with a row for each packed sequence, and with one more.
+    """
+    rows_of_q = (Q, OUT) if tensors[ENDS_Q] is not None else ()
+    if kind != PACKED:
+        return rows_of_q, (), (), ()
+    slopes = tensors[SLOPES]
+    has_slopes = slopes is not None and len(slopes.shape) == 2
+    return rows_of_q, (K, V), (*OF_EACH_SEQUENCE, *[SLOPES] * has_slopes), (ENDS_Q, ENDS_K)
 
 
-def without_totals(described: Described, kind: str) -> Described:
-    """What calls have in common that differ in their totals only."""
-    found = list(described)
-    for side in places_of_totals(kind, described[ENDS_Q] is not None):
-        for place in side:
-            operand = found[place]
-            if operand is not None and len(operand.shape) == len(PACKED_DIMENSIONS):
-                found[place] = operand._replace(shape=(ANY_NUMBER, *operand.shape[1:]))
-    return tuple(found)
+def have_one_batch(tensors: Sequence) -> bool:
+    """Whether all tensors of packed sequences have rows for the same number of them.
+
+    Args:
+        tensors: the `TENSORS`, or their descriptions.
+    """
+    shape, slopes = tensors[ENDS_Q].shape, tensors[SLOPES]
+    if len(shape) != 1 or not shape[0] or tensors[ENDS_K].shape != shape:
+        return False
+    batch = shape[0] - 1
+    for one in of_each_sequence(tensors):
+        if one is not None and one.shape[:1] != (batch,):
+            return False
+    return slopes is None or len(slopes.shape) != 2 or slopes.shape[0] == batch
+
+
+def without_lengths(described: Described, kind: str) -> Described:
+    """What calls have in common that differ in totals and packed sequences only.
+
+    Where tensors have rows for different numbers of sequences, these numbers stay.
+    """
+    result = list(described)
+    *totals, each, ends = places_by_rows(kind, described)
+    for place in sum(totals, ()):
+        operand = result[place]
+        if operand is not None and len(operand.shape) == len(PACKED_DIMENSIONS):
+            result[place] = operand._replace(shape=(ANY_NUMBER, *operand.shape[1:]))
+    if kind != PACKED or not have_one_batch(described):
+        return tuple(result)
+    for place in each + ends:
+        operand = result[place]
+        if operand is not None:
+            # The stride of a single number may be anything.
+            stride = (1,) if tuple(operand.shape) in ((0,), (1,)) else operand.stride
+            shape = ANY_NUMBER + (place in ends), *operand.shape[1:]
+            result[place] = operand._replace(shape=shape, stride=stride)
+    return tuple(result)
 
 
 class AttentionCall(
@@ -278,12 +325,6 @@ class AttentionCall(
         heads = self.heads_q
         return (heads, self.q.shape[0]) if self.is_packed else (self.batch, heads, self.seqlen_q)
 
-    @property
-    def most_queries(self) -> int:
-        """Rows of packed queries on packed keys that kernels can count in 32 bits."""
-        tiles = MOST_FORWARD_TILES // max(1, self.heads_q) - self.batch
-        return min(MOST_RAGGED_ROWS, (tiles + 1) * FEWEST_ROWS - 1)
-
     def name(self, tensor: str) -> str:
         """What the function calls one of the `TENSORS`."""
         return NAMES_BY_KIND[self.kind][TENSORS.index(tensor)]
@@ -337,9 +378,9 @@ class AttentionCall(
         written = "out", *[self.name("k"), self.name("v")] * appends
         if self.out is None and not appends:
             return None
-        totals = places_of_totals(self.kind, self.is_packed)
-        with_totals = tuple(tuple(names[place] for place in side) for side in totals)
-        return check_of_addresses(names, described, written, with_totals)
+        places = places_by_rows(self.kind, described)
+        growing = tuple(tuple(names[place] for place in some) for some in places)
+        return check_of_addresses(names, described, written, growing)
 
     def problem(self, options: Options) -> Problem:
         """The problem of a dense call."""
@@ -353,12 +394,12 @@ class AttentionCall(
 # ------------------------------------------------------------------------------------ tensors
 
 
-def of_any_totals(
+def of_any_lengths(
     prepare: Callable[[Described, Options], Made], described: Described, options: Options
 ) -> Made:
-    """What `prepare` makes of a description without its totals; its complaints have them."""
+    """What `prepare` makes of a description `without_lengths`; its complaints have them."""
     try:
-        return prepare(without_totals(described, options.kind), options)
+        return prepare(without_lengths(described, options.kind), options)
     except (TypeError, ValueError):
         check_tensors(AttentionCall.of(described, options.kind, options.max_seqlen_q))
         raise
@@ -514,11 +555,15 @@ def check_totals(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor | None,
-    most_queries: int,  # rows of q at most
+    batch: int,
     are_packed: bool,  # whether k and v are packed too
+    most_queries: int = MOST_RAGGED_ROWS,  # rows of q at most
 ) -> None:
     """Raise unless kernels can count the rows of packed tensors, and these have equal totals."""
-    total_q = q.shape[0]
+    total_q, heads, _ = q.shape
+    if heads * (total_q // FEWEST_ROWS + batch) > MOST_FORWARD_TILES:
+        tiles = MOST_FORWARD_TILES // heads - batch
+        most_queries = min(most_queries, (tiles + 1) * FEWEST_ROWS - 1)
     if total_q > most_queries:
         raise ValueError(f"q must have at most {most_queries} rows, got {total_q}")
     if out is not None and out.shape[0] != total_q:

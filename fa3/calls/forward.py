@@ -251,7 +251,7 @@ def prepare_forward(described: Described, options: Options) -> PreparedAttention
         kernels = PreparedForward(plan, prepare_plan(plan, call.q.device) if on_gpu else None)
     scales = None
     if call.is_fp8:
-        scales = Scales.on(call.q.device, (call.batch, call.heads_kv), True)
+        scales = Scales.on(call.q.device, call.heads_kv, True)
     return PreparedAttention.of(
         call, described, options, kernels, problem=problem, num_sms=gpu.num_sms, scales=scales
     )

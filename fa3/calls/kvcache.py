@@ -19,12 +19,11 @@ from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall, Described
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.operands import DTYPES
 from fa3.calls.options import CACHED, Options, by_either_name, integer, share_heads
-from fa3.calls.packed_calls import PackedCall, prepare_on_cache
+from fa3.calls.packed_calls import prepare_on_cache
 from fa3.calls.scales import Scales
 from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
-from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.cache import HostAppend
@@ -259,7 +258,7 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedAttent
     """Validate calls of this description, and load their kernels.
 
     Args:
-        described: the tensors `without_totals`.
+        described: the tensors `without_lengths`.
     """
     call = checked_call(described, options)
     if options.metadata is not None:
@@ -267,19 +266,17 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedAttent
     on_gpu = call.q.device.type == "cuda"
     reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
     has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
-    append, kernels, scales, most = None, None, None, LARGEST
+    append, kernels, scales, most = None, None, None, MOST_RAGGED_ROWS
     if has_room and call.k_new is not None and call.batch:
         kernel = append_kernel(call, options.rotary_interleaved)
         in_out = not call.is_packed and call.head_dim == call.head_dim_v
         kernel = load_kernel(kernel) if on_gpu else HostAppend(kernel)
         append = PreparedAppend(kernel, query_step(options), in_out)
-        most = MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q))
+        most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
         kernels = prepare_on_cache(call, options)
-    if isinstance(kernels, PackedCall):
-        most = min(most, MOST_RAGGED_ROWS)
     if call.has_fp8_cache:
-        scales = Scales.on(call.q.device, (call.batch, call.heads_kv), call.has_fp8_q)
+        scales = Scales.on(call.q.device, call.heads_kv, call.has_fp8_q)
     return PreparedAttention.of(
         call, described, options, kernels, most_queries=most, scales=scales, append=append
     )

@@ -286,7 +286,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-CheckOfAddresses = Callable[..., None]  # takes rows of q, of k, and the tensors' addresses
+CheckOfAddresses = Callable[..., None]  # takes numbers of rows, and the tensors' addresses
 
 MOST_REMEMBERED = 128  # addresses that a check remembers: a layer has the same ones in every step
 
@@ -297,7 +297,7 @@ def check_of_addresses(
     names: tuple[str, ...],
     operands: tuple[Operand | None, ...],
     written: tuple[str, ...],
-    totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+    growing_names: tuple[tuple[str, ...], ...] = (),
 ) -> CheckOfAddresses:
     """The check that what a call writes shares no memory with what else it uses.
 
@@ -305,7 +305,7 @@ def check_of_addresses(
         names: of the call's tensors.
         operands: what they are; None where there is none.
         written: names of those that are written, if there are any.
-        totals: names of those that have as many rows as q, and as k, has in a call.
+        growing_names: names of those with another number of rows in each call, by this number.
     """
     present = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
     given, layouts = list(present), [one.layout for one in present.values()]
@@ -314,26 +314,26 @@ def check_of_addresses(
         (i, j) for n, i in enumerate(places) for j in range(len(given)) if j not in places[: n + 1]
     ]
     sizes = [layout.bytes for layout in layouts]
-    # Of the tensors with a total: which one it is, bytes from row to row, and bytes of a row.
+    # Of these: which number of rows it is, bytes from row to row, and bytes of a row.
     growing = {
         i: (side, layouts[i].stride[0] * layouts[i].itemsize, layouts[i].row.bytes)
-        for side in (0, 1)
+        for side, growing_name in enumerate(growing_names)
         for i, name in enumerate(given)
-        if name in totals[side]
+        if name in growing_name
     }
 
-    def check(*numbers: int) -> None:
-        begins, lengths = numbers[2:], sizes
+    def check(rows: tuple[int, ...], *begins: int) -> None:
+        lengths = sizes
         if growing:
             lengths = sizes.copy()
             for i, (side, step, row) in growing.items():
-                lengths[i] = step * (numbers[side] - 1) + row if numbers[side] else 0
+                lengths[i] = step * (rows[side] - 1) + row if rows[side] else 0
         for i, j in pairs:
             distance = begins[j] - begins[i]
             # Most do not even come near each other.
             if -lengths[j] < distance < lengths[i]:
                 one, other = (
-                    layouts[place].with_rows(numbers[growing[place][0]])
+                    layouts[place].with_rows(rows[growing[place][0]])
                     if place in growing else layouts[place]
                     for place in (i, j)
                 )  # fmt: skip
@@ -343,7 +343,7 @@ def check_of_addresses(
                         f"uses {given[j]}"
                     )
 
-    # Totals are other ones in every call.
+    # These numbers are other ones in every call.
     return check if growing else functools.lru_cache(maxsize=MOST_REMEMBERED)(check)
 
 
@@ -355,7 +355,7 @@ def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | Non
     """
     present = {name: one for name, one in tensors.items() if one is not None}
     operands = tuple(map(operand_of, present.values()))
-    check_of_addresses(tuple(present), operands, tuple(written))(0, 0, *addresses(present.values()))
+    check_of_addresses(tuple(present), operands, tuple(written))((), *addresses(present.values()))
 
 
 def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:

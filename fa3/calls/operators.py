@@ -45,7 +45,7 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
-    of_any_totals,
+    of_any_lengths,
 )
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import draw_rng_state, dropout_of
@@ -417,9 +417,9 @@ def gradients_of_call(
         slopes, sinks, None,
     )  # fmt: skip
     asked = asked._replace(kind=kind)
-    problem, most_queries = of_any_totals(checked_problem, describe_tensors(kind, tensors), asked)
+    problem = of_any_lengths(checked_problem, describe_tensors(kind, tensors), asked)
     if lengths is not None:
-        check_totals(q, k, v, None, most_queries, True)
+        check_totals(q, k, v, None, lengths.cu_seqlens_q.shape[0] - 1, True)
     d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     if lengths is not None and is_visible(lengths.cu_seqlens_q):
         check_lengths(lengths, (len(q), len(k)), longest)
@@ -440,14 +440,13 @@ def gradients_of_call(
 @functools.lru_cache(maxsize=REMEMBERED)
 def checked_problem(
     described: Described, options: Options
-) -> tuple[Problem | tuple[AttentionSpec, Window], int]:
-    """Validate a call; return its problem, of packed sequences the spec and the window, and the
-    most rows of q."""
+) -> Problem | tuple[AttentionSpec, Window]:
+    """Validate a call; return its problem, of packed sequences the spec and the window."""
     call = AttentionCall.of(described, options.kind)
     check_tensors(call)
     if options.kind == DENSE:
-        return call.problem(options), call.most_queries
-    return call.packed_spec(options), call.most_queries
+        return call.problem(options)
+    return call.packed_spec(options)
 
 
 BACKWARD.implemented_by(run_backward)

@@ -15,7 +15,7 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
-    of_any_totals,
+    of_any_lengths,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
 from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
@@ -97,14 +97,14 @@ def quantize(
         tensors = q, k, v, *[None] * 9, cu_seqlens_q, None, None, cu_seqlens_k, *[None] * 6
         options = Options(kind=PACKED)
         prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
-        kernel, most = of_any_totals(prepare, describe_tensors(PACKED, tensors), options)
+        kernel = of_any_lengths(prepare, describe_tensors(PACKED, tensors), options)
         batch, totals = cu_seqlens_q.shape[0] - 1, (q.shape[0], k.shape[0])
-        check_totals(q, k, v, None, most, True)
+        check_totals(q, k, v, None, batch, True)
         if is_visible(cu_seqlens_q):
             check_lengths((*ends, None, None), totals, totals)
     else:
         described = describe_tensors(DENSE, (q, k, v, *[None] * (len(TENSORS) - 3)))
-        kernel, _ = prepare_quantize(described, Options(kind=DENSE), smooth_k, hadamard)
+        kernel = prepare_quantize(described, Options(kind=DENSE), smooth_k, hadamard)
     means = means_of(k, cu_seqlens_k) if smooth_k else None
     descales = q.new_empty(3, batch if is_packed else q.shape[0], k.shape[-2], dtype=torch.float32)
     codes = (torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device) for x in (q, k, v))
@@ -158,9 +158,11 @@ def write_one_by_one(
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_quantize(
     described: Described, options: Options, smooth_k: bool, hadamard: bool
-) -> tuple[Callable | None, int]:
-    """Validate a call and load its kernel; and the most rows of packed q.
-    The kernel is None on the CPU, and without heads, which the DSL does not take."""
+) -> Callable | None:
+    """Validate a call and load its kernel.
+
+    It is None on the CPU, and without heads, which the DSL does not take.
+    """
     check_settings()
     call = AttentionCall.of(described, options.kind)
     check_dtype("q", call.q, *DTYPES)
@@ -174,8 +176,8 @@ def prepare_quantize(
     if call.heads_q < call.heads_kv:
         raise ValueError(f"q must have heads like k, got shape {tuple(call.q.shape)}")
     if call.q.device.type == "cpu" or not call.heads_q:
-        return None, call.most_queries
+        return None
     group = call.heads_q // call.heads_kv
     head_dims = call.head_dim, call.head_dim_v
     kinds = group, call.is_packed, smooth_k, hadamard
-    return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds)), call.most_queries
+    return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds))

@@ -26,20 +26,20 @@ class Scales:
     """The scales of a call with FP8 tensors."""
 
     device: torch.device  # of the call
-    shape: tuple[int, int]  # of a descale, (batch, heads_kv)
+    heads_kv: int
     has_fp8_q: bool  # whether queries have a scale
-    # What the call gets for a descale that is not given. None if it was first made during a
+    # A one, (1, 1), for descales that are not given. None if it would have been made during a
     # capture: then each call makes its own, as a graph writes its memory when it runs.
-    ones: torch.Tensor | None
+    one: torch.Tensor | None
 
     @classmethod
-    def on(cls, device: torch.device, shape: tuple[int, int], has_fp8_q: bool) -> "Scales":
+    def on(cls, device: torch.device, heads_kv: int, has_fp8_q: bool) -> "Scales":
         """The scales of calls of a description."""
-        ones = None if is_capturing(device) else one_on(device).expand(shape)
-        return cls(device, shape, has_fp8_q, ones)
+        return cls(device, heads_kv, has_fp8_q, None if is_capturing(device) else one_on(device))
 
     def of(
         self,
+        batch: int,
         scale_q: torch.Tensor | None,
         scale_k: torch.Tensor | None,
         scale_v: torch.Tensor | None,
@@ -49,7 +49,9 @@ class Scales:
         given = [scale for scale in found if scale is not None]
         if len(given) == len(found):
             return tuple(given)
-        ones = self.ones
-        if ones is None:
-            ones = torch.ones(self.shape, dtype=torch.float32, device=self.device)
+        one, shape = self.one, (batch, self.heads_kv)
+        if one is None:
+            ones = torch.ones(shape, dtype=torch.float32, device=self.device)
+        else:
+            ones = one.expand(shape)
         return tuple([ones if scale is None else scale for scale in found])

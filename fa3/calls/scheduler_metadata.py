@@ -93,9 +93,8 @@ class SchedulerMetadata(NamedTuple):
         if self.has_packed_queries and not call.is_packed:
             raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
         if not self.has_packed_keys:
-            self.check(seqlen_q=call.seqlen_q)
+            self.check(seqlen_q=call.seqlen_q, batch=call.batch)
         self.check(
-            batch=call.batch,
             heads_q=call.heads_q,
             heads_kv=call.heads_kv,
             head_dim=call.head_dim,

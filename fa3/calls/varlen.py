@@ -1,7 +1,7 @@
 """`flash_attn_varlen_func`: packed sequences of different lengths, in one call.
 
 Lengths on a GPU are read there only. What follows from heads, types and options is worked out once
-and remembered, whatever the totals are (`fa3.calls.attention`).
+and remembered, whatever totals and sequences are (`fa3.calls.attention`).
 """
 
 import functools
@@ -189,7 +189,7 @@ def prepare_varlen(described: Described, options: Options) -> PreparedAttention:
     """Validate calls of this description, and load their kernels.
 
     Args:
-        described: the tensors `without_totals`.
+        described: the tensors `without_lengths`.
     """
     call = checked_call(described, options)
     if options.metadata is not None:
@@ -202,7 +202,7 @@ def prepare_varlen(described: Described, options: Options) -> PreparedAttention:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    scales = Scales.on(call.q.device, (call.batch, call.heads_kv), True) if spec.is_fp8 else None
+    scales = Scales.on(call.q.device, call.heads_kv, True) if spec.is_fp8 else None
     kernels = packed_call(signature, on_gpu)
     return PreparedAttention.of(
         call, described, options, kernels, problem=problem, num_sms=gpu.num_sms, scales=scales

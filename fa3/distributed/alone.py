@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa3.calls.autograd import DifferentiableCall
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import describe_tensors, of_any_totals
+from fa3.calls.call import describe_tensors, of_any_lengths
 from fa3.calls.devices import sms_of
 from fa3.calls.forward import prepare_forward
 from fa3.calls.modifiers import modifier_tensors
@@ -104,7 +104,7 @@ class KeyPart:
 
         described = describe_tensors(kind, named(q, k, v, modifiers, None))
         options = options._replace(has_gradient=has_gradient)
-        call: Any = of_any_totals(prepare, described, options)
+        call: Any = of_any_lengths(prepare, described, options)
 
         def attend(*given):
             read = modifier_tensors(given[3][0], (), given[3][1])

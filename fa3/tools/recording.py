@@ -105,7 +105,7 @@ def run_recorded(
     """Run the instrumented kernel `RUNS` times; return the output and the last run's notes."""
     spec, head_dim, descales = plan.problem.spec, q.shape[-1], None
     if spec.is_fp8:
-        descales = Scales.on(q.device, (k.shape[0], k.shape[2]), True).of(None, None, None)
+        descales = Scales.on(q.device, k.shape[2], True).of(k.shape[0], None, None, None)
     out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=getattr(torch, spec.out_dtype))
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     words = HEADER + rows * len(Note._fields)
