@@ -126,12 +126,12 @@ def test_outputs_are_compared_with_all_lengths():
         fa3.flash_attn_varlen_func(**packed_call(10, batch, out=out))
     ends = memory[640 - 8 * 4 :][: 4 * 10].view(torch.int32)
     ends.copy_(torch.arange(1, 11))
-    with pytest.raises(ValueError, match="^out must not overlap cu_seqlens_k"):
+    with pytest.raises(ValueError, match=r"^out must not overlap cu_seqlens_k"):
         fa3.flash_attn_varlen_func(**packed_call(10, 9, out=out, cu_seqlens_k=ends))
     before = torch.zeros(4096, dtype=torch.uint8)
     ends = before[: 4 * 10].view(torch.int32)
     out = before[32 : 32 + 640].view(torch.bfloat16).view(10, 2, 16)
-    with pytest.raises(ValueError, match="^out must not overlap cu_seqlens_k"):
+    with pytest.raises(ValueError, match=r"^out must not overlap cu_seqlens_k"):
         fa3.flash_attn_varlen_func(**packed_call(10, 9, out=out, cu_seqlens_k=ends))
     fa3.flash_attn_varlen_func(**packed_call(10, 7, out=out, cu_seqlens_k=ends[:8]))
 
