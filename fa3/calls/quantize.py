@@ -133,9 +133,9 @@ def means_of(k: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         return k.mean(1, dtype=torch.float32)
     row = torch.arange(k.shape[0], device=k.device)
     is_in = (row >= ends[:-1, None]) & (row < ends[1:, None])
-    used = k.float().masked_fill(~is_in.any(0)[:, None, None], 0.0)
-    shares = is_in / is_in.sum(1, keepdim=True).clamp(min=1)
-    return (shares @ used.flatten(1)).unflatten(1, k.shape[1:])
+    used = k.double().masked_fill(~is_in.any(0)[:, None, None], 0.0)
+    sums = is_in.double() @ used.flatten(1)  # torch may multiply float32 as TF32
+    return (sums / is_in.sum(1, keepdim=True).clamp(min=1)).float().unflatten(1, k.shape[1:])
 
 
 def write_one_by_one(
