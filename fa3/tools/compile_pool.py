@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -52,11 +53,14 @@ def compile_all(
     for worker in workers:
         idle.put(worker)
 
+    starting, given_up = threading.Lock(), threading.Event()
+
     def try_kernel(kernel: Kernel) -> Kernel:
         worker = idle.get()
-        if worker.poll() is not None:
-            worker = start_worker()
-            workers.append(worker)
+        with starting:
+            if worker.poll() is not None and not given_up.is_set():
+                worker = start_worker()
+                workers.append(worker)
         send(worker, kernel)
         idle.put(worker)
         return kernel
@@ -70,8 +74,10 @@ def compile_all(
                 print(f"{clock}: {describe_kernel(future.result())}", file=sys.stderr, flush=True)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.kill()
+        with starting:  # after this no other process is started
+            given_up.set()
+            for worker in workers:
+                worker.kill()
         threads.shutdown()
         for worker in workers:
             worker.communicate()
