@@ -341,8 +341,16 @@ def test_what_is_refused():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("one_level", [False, True])
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("head_dims", "one_level"),
+    [
+        ((64, 64), False),
+        ((128, 128), False),
+        ((128, 128), True),
+        ((192, 128), False),
+        ((256, 256), False),
+    ],
+)
 def test_machine_code(head_dims, one_level):
     spec = AttentionSpec(FP8, *head_dims, Band(right=True), fp8_out="bfloat16")
     problem = Problem(spec, 2, 1024, 1024, 16, 1, Window(-1, 0))
