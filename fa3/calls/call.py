@@ -133,6 +133,11 @@ Described = tuple[Operand | None, ...]
 """What each of the `TENSORS` is like; None where none is given."""
 
 
+def placed_tensors(**named: object) -> tuple:
+    """The `TENSORS` of a call that has only these."""
+    return tuple(map(named.get, TENSORS))
+
+
 def describe_tensors(
     kind: str, tensors: tuple[torch.Tensor | None, ...], function_names: tuple[str, ...] = ()
 ) -> Described:
@@ -431,8 +436,8 @@ def check_tensors(call: AttentionCall) -> None:
     if call.sinks is not None:
         check_sinks(call.sinks, call.q_in_16_bits)
     if call.out is not None:
-        q = call.q._replace(dtype=torch.float16) if call.has_fp16_out else call.q
-        check_output(call.out, call.out_shape, q)
+        of_fp8 = (torch.bfloat16,) if call.has_cache else (torch.bfloat16, torch.float16)
+        check_output(call.out, call.out_shape, call.q, of_fp8)
 
 
 def check_fp8(call: AttentionCall) -> None:

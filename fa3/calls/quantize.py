@@ -9,13 +9,13 @@ import torch
 
 from fa3.calls.assertions import is_visible
 from fa3.calls.call import (
-    TENSORS,
     AttentionCall,
     Described,
     check_tensors,
     check_totals,
     describe_tensors,
     of_any_lengths,
+    placed_tensors,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
 from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
@@ -82,7 +82,7 @@ def quantize(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device, or requires grad.
-        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
+        NotImplementedError: a tensor has no memory of its own, or a graph is being traced.
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608); Zhang et al., SageAttention
         (arXiv 2410.02367).
@@ -94,7 +94,9 @@ def quantize(
     ends = cu_seqlens_q, cu_seqlens_k
     is_packed = not (cu_seqlens_q is cu_seqlens_k is None)
     if is_packed:
-        tensors = q, k, v, *[None] * 9, cu_seqlens_q, None, None, cu_seqlens_k, *[None] * 6
+        tensors = placed_tensors(
+            q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+        )
         options = Options(kind=PACKED)
         prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
         kernel = of_any_lengths(prepare, describe_tensors(PACKED, tensors), options)
@@ -103,7 +105,7 @@ def quantize(
         if is_visible(cu_seqlens_q):
             check_lengths((*ends, None, None), totals, totals)
     else:
-        described = describe_tensors(DENSE, (q, k, v, *[None] * (len(TENSORS) - 3)))
+        described = describe_tensors(DENSE, placed_tensors(q=q, k=k, v=v))
         kernel = prepare_quantize(described, Options(kind=DENSE), smooth_k, hadamard)
     means = means_of(k, cu_seqlens_k) if smooth_k else None
     descales = q.new_empty(3, batch if is_packed else q.shape[0], k.shape[-2], dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa3.calls.autograd import DifferentiableCall
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import describe_tensors, of_any_lengths
+from fa3.calls.call import describe_tensors, of_any_lengths, placed_tensors
 from fa3.calls.devices import sms_of
 from fa3.calls.forward import prepare_forward
 from fa3.calls.modifiers import modifier_tensors
@@ -100,7 +100,12 @@ class KeyPart:
             kind, prepare = PACKED, prepare_varlen
 
         def named(q, k, v, modifiers, out):
-            return q, k, v, *[None] * 9, ends[0], None, None, ends[1], *[None] * 3, *modifiers, out
+            slopes, sinks = modifiers
+            ends_q, ends_k = ends
+            return placed_tensors(
+                q=q, k=k, v=v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k,
+                alibi_slopes=slopes, sinks=sinks, out=out,
+            )  # fmt: skip
 
         described = describe_tensors(kind, named(q, k, v, modifiers, None))
         options = options._replace(has_gradient=has_gradient)

@@ -550,7 +550,7 @@ class Forward(ForwardEpilogue):
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
-        kind, mmas, turns = self.attention(group)
+        new_attention, mmas, turns = self.setup_of_consumer(group)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
@@ -578,7 +578,7 @@ class Forward(ForwardEpilogue):
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
             given = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns, dropout, scale_v
-            attention = kind(*given)
+            attention = new_attention(*given)
 
             k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
             k_state = attention.first(own.end - 1, k_state)
@@ -631,9 +631,9 @@ class Forward(ForwardEpilogue):
         turns.finish()
         out.wait()
 
-    def attention(self, group) -> tuple:
-        """The attention of a tile, its WGMMAs, and when a warpgroup may issue them; in FP8 turns
-        cost up to 6%."""
+    def setup_of_consumer(self, group) -> tuple:
+        """What makes a tile's attention, the WGMMAs, and when this warpgroup may issue them.
+        In FP8 warpgroups take no turns, which cost up to 6%."""
         tile_n, one_level = self.config.tile_n, self.config.one_level
         if self.spec.is_fp8:
             mmas = Fp8Mmas.of(tile_n, self.columns_v, one_level)

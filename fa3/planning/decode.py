@@ -374,7 +374,7 @@ class DecodePlan:
         best = min(other.prediction.mean_us for other in others)
         return best - us > least_gain(us, margin)
 
-    def beside(self, plan: Candidate, others: Iterable[Candidate]) -> str:
+    def compare_with(self, plan: Candidate, others: Iterable[Candidate]) -> str:
         """Compare it with the forward kernel's plan and what that was compared with, in a
         sentence."""
         us, of_plan = self.predict().us, plan.prediction.us

@@ -179,7 +179,7 @@ class Plan:
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
         chosen, grouped = self.as_candidate(), DecodePlan.if_possible(self.problem, self.gpu)
-        packing = "" if grouped is None else grouped.beside(chosen, found)
+        packing = "" if grouped is None else grouped.compare_with(chosen, found)
         return describe_forward(self, chosen, found, packing)
 
 

@@ -35,6 +35,10 @@ from fa3.primitives.wgmma import ROWS
 TRANSPOSERS = 2  # warps that transpose blocks of V
 MOST_REGISTERS = 208  # for all fragments: of 232, a thread needs 24 for other things
 
+MOST_OF_ONE_LEVEL = 184
+"""Registers of S and O, with sums in one level, under which P V may run: ptxas serialises the
+WGMMAs at 192, and does not at 160."""
+
 LOADS_AT_ONCE = 2
 """Loads of a transposing warp that are on their way at once: it has 40 registers a thread."""
 
@@ -160,13 +164,11 @@ class Fp8Attention(Attention):
     def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
         """S = Q K[n_block]^T and its softmax, with P V[n_block + 1] meanwhile or P V[n_block]."""
         self.wait(self.pipeline_k, k_state)
-        self.turns.wait()
         acc_S = self.issue_qk(k_state)
         fresh = None
         if cutlass.const_expr(self.overlaps):
             self.wait(self.pipeline_v, v_state)
             fresh = self.issue_part(v_state, 0)
-        self.turns.signal_next()
         warpgroup.wait_group(1 if self.overlaps else 0)
         self.pipeline_k.consumer_release(k_state)
         k_state.advance()
@@ -233,7 +235,7 @@ class OneLevelAttention(Fp8Attention):
     def overlaps(self) -> bool:
         """Whether P V runs under the softmax of the next block. At head size 256 it does not:
         ptxas would let WGMMAs wait for each other, for lack of registers."""
-        return self.tile_n // 2 + cute.size(self.regs.acc_O) < 192
+        return self.tile_n // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
 
     def issue_part(self, v_state, part: int) -> None:
         """Start O += P V."""

@@ -234,7 +234,7 @@ class TableSchedule(Schedule):
     of it, stays so.
     """
 
-    fields: ClassVar[int]  # numbers of an entry, first that of its tile
+    fields: ClassVar[int]  # numbers of an entry; the first one is the number of its tile
 
     reads_state: ClassVar[bool] = True
 

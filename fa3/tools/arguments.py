@@ -168,7 +168,7 @@ def add_compile(commands) -> None:
     )
     add_option(model, "--rotary", ROTARIES, rotary)
     tables = "dtype of the rotary embedding's tables (default: the model's)"
-    add_option(model, "--rotary-dtype", (*SHORT_DTYPES, "float32"), tables)
+    add_option(model, "--rotary-dtype", ("bf16", "fp16", "float32"), tables)
     caches = "dtype of the cache: the model's, or float8_e4m3fn (default: auto)"
     add_option(model, "--cache-dtype", CACHE_DTYPES, caches)
     add_option(model, "--processes", int, "compile in N processes (default: one per core)")
