@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from test_bench_runs import draw
 
 from benchmarks import (
     bench_schedules,
@@ -17,7 +17,6 @@ from benchmarks import (
 )
 from benchmarks.cost_parameters import predicted_us
 from benchmarks.fit_costs import START, Accuracy
-from benchmarks.peers import Tensors
 from benchmarks.results import OK, PlanRow
 from fa3.planning.costs import parse_costs
 from fa3.planning.gpu import H200
@@ -69,17 +68,7 @@ def rows_of(cells, model, schedules=("list", "static", "single")) -> list[PlanRo
 @pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
 def test_plans_compute_the_cell_they_are_made_for(cell):
     """A plan of another problem than the call's is refused, so the problem is the call's."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = Tensors(
-        *(
-            torch.randn(cell.batch, s, h, d, generator=generator, dtype=torch.bfloat16)
-            for s, h, d in (
-                (cell.seqlen_q, cell.heads_q, cell.head_dim),
-                (cell.seqlen_k, cell.heads_kv, cell.head_dim),
-                (cell.seqlen_k, cell.heads_kv, cell.head_dim_v),
-            )
-        )
-    )
+    tensors = draw(cell)
     reference = harness.RowMax(cell, tensors)
     for schedule in SCHEDULES:
         provider = plans.Planned(plan_forward(plans.problem_of(cell), H200, schedule=schedule))

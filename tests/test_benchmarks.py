@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_stubs import draw
+from cutlass import Float8E4M3FN
+from test_bench_runs import draw
 
 from benchmarks import (
     bench_backward,
     bench_decode,
     bench_forward,
     bench_varlen,
+    caches,
     first_call,
     harness,
     meter,
@@ -22,7 +24,9 @@ from benchmarks import (
     runs,
     shapes,
 )
+from benchmarks.bench_rates import PAIRS, Rates, clocks_of, compiled
 from benchmarks.bench_scores import BUILT_IN, FUNCTIONS, PLAIN, Modified, ModifiedReference
+from benchmarks.caches import DecodeCell
 from benchmarks.first_call import CALLS, DONE, FIRST, SECOND
 from benchmarks.harness import WrongOutput
 from benchmarks.meter import Sample
@@ -202,3 +206,59 @@ def test_each_call_runs(call):
     found = first_call.run(call, "cpu", 64, is_compiled=False)
     assert sorted(found) == sorted(STEPS) and min(found.values()) >= 0
     assert found[FIRST] <= found[DONE]
+
+
+# ------------------------------------------------------------------------------------ decoding
+
+DECODING = {cell.name: cell for cell in caches.CELLS}
+
+
+def cell_of(seqlen_q: int = 1, lengths: tuple[int, ...] = (512, 130, 300)) -> DecodeCell:
+    """A small cell; the cache has room for 512 keys of each sequence."""
+    plain = shapes.named("decode", len(lengths), (seqlen_q, 512), (4, 2), (64, 64))
+    return DecodeCell.of(plain, lengths)
+
+
+def test_bytes_are_those_that_the_lengths_name():
+    assert DECODING["decode-h32.8-1x1x8k"].kv_bytes == 8192 * 8 * 128 * 2 * 2
+    assert DECODING["decode-h32.8-1x1x1024k"].kv_bytes == 4 << 30
+    skewed = DECODING["skewed-h32.8-64x1x56k"]
+    assert skewed.kv_bytes == DECODING["decode-h32.8-64x1x8k"].kv_bytes
+    assert max(skewed.lengths) > 100 * min(skewed.lengths)
+    for cell in caches.CELLS:
+        assert cell.num_sets * cell.kv_bytes >= 4 * shapes.CACHE_BYTES > 240e6
+        plain = shapes.named("decode", cell.batch, (cell.seqlen_q, cell.seqlen_k), (4, 1))
+        if cell.is_full:
+            assert (cell.pairs, cell.kv_bytes) == (plain.pairs, plain.kv_bytes * cell.heads_kv)
+    assert cell_of(2).pairs == (2 * (512 + 130 + 300) - 3) / 3
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [cell_of(), cell_of(2), cell_of(lengths=(512, 512, 512))],
+    ids=["skewed", "queries", "full"],
+)
+@pytest.mark.parametrize("one", [*caches.OURS, *caches.PAGED[::3]], ids=lambda one: one.name)
+def test_ours_pass_the_check(one, cell):
+    tensors = draw(cell)
+    if one.is_fp8:
+        tensors = caches.in_fp8(tensors)
+    reference = caches.CacheReference(cell, tensors)
+    errors = reference.check(one.prepare(cell, tensors)[""]())
+    assert errors.largest <= errors.allowed < 0.05
+
+
+# --------------------------------------------------------- rates of instructions beside each other
+
+
+@pytest.mark.compiles
+def test_kernel_compiles():
+    compiled(Rates(Float8E4M3FN, ("WGMMA RS", "softmax")))
+
+
+@pytest.mark.gpu
+def test_clocks():
+    assert ("WGMMA", "FFMA") in PAIRS
+    wgmma, ffma = clocks_of(Rates(Float8E4M3FN, ("WGMMA", "FFMA")))
+    # At best 64 clocks for 64 x 128 x 32 products, and one of each instruction in a clock.
+    assert wgmma >= 64 and ffma >= 128

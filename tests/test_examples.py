@@ -3,15 +3,12 @@
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from problems import make_operands, make_problem
-from reference import check_attention
 from score_problems import NOTHING, modify
 
-import fa3
 from docs.examples import (
     decode_loop,
     documents,
@@ -22,47 +19,19 @@ from docs.examples import (
     training_loop,
 )
 from fa3.planning.planner import plan_forward
-from fa3.problem import Window
 from fa3.reference.forward import steps
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = (prefix_lm, documents, relative_bias)
 EXAMPLE_IDS = [module.__name__.rpartition(".")[2] for module in EXAMPLES]
-CAUSAL = Window(right=0)
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=EXAMPLE_IDS)
-
-
-def modifiers_of(example: ModuleType, batch: int, seqlen: int, heads: int, device="cpu") -> dict:
-    """Return the arguments that an example gives to a call of this size."""
-    if example is prefix_lm:
-        length = torch.linspace(0, seqlen, batch, device=device).int()
-        return NOTHING | {"mask": prefix_lm.PrefixLM(length)}
-    if example is documents:
-        ids = (torch.arange(seqlen, device=device) // 170).int().expand(batch, seqlen)
-        return NOTHING | {"mask": documents.Documents(ids, ids)}
-    table = torch.randn(heads, 2 * 50 + 1, device=device)
-    return NOTHING | {"score": relative_bias.RelativeBias(table, reach=50)}
-
-
-def check(example: ModuleType, seqlen: int, window: Window, head_dim: int = 64, device="cpu"):
-    problem = make_problem(3, seqlen, seqlen, 2, 2, head_dim, window)
-    q, k, v = make_operands(problem, device=device)
-    arguments = modifiers_of(example, 3, seqlen, 4, device)
-    out, lse = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
-    check_attention(out, lse, q, k, v, window=window, **arguments)
 
 
 @each_example
 def test_the_text_shows_the_file(example):
     source = Path(example.__file__).read_text()
     assert f"```python\n{source}```\n" in (DOCS / "scores-and-masks.md").read_text()
-
-
-@each_example
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(60, 60)], ids=str)
-def test_matches_dense_attention(example, window):
-    check(example, 400, window)
 
 
 def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
@@ -81,15 +50,6 @@ def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
         assert step.blocks.full_end == max(prefix, first) // tile_n
     touched = sum(step.blocks.end - step.blocks.begin for step in walked)
     assert touched == sum(2 * m + 2 for m in range(8)) + sum(max(8, 2 * m + 2) for m in range(8))
-
-
-@pytest.mark.gpu
-@each_example
-@pytest.mark.parametrize("window", [Window(), CAUSAL], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_runs_on_the_gpu(example, window, head_dim, device):
-    check(example, 1500, window, head_dim, device)
-    assert example.example(str(device)).isfinite().all()
 
 
 def check_last_line(capsys) -> None:
@@ -113,10 +73,10 @@ def test_decoding_gives_what_one_call_gives(capsys):
     check_last_line(capsys)
 
 
-@pytest.mark.parametrize("program", [prefix_lm, documents, relative_bias])
-def test_masks_and_scores(program, capsys):
-    # The programs compare with torch by themselves.
-    assert program.example().shape[1:] == (1000, 4, 64)
+@each_example
+def test_masks_and_scores(example, capsys):
+    # The programs compare with torch by themselves; other calls with them are in test_scores.
+    assert example.example().shape[1:] == (1000, 4, 64)
     check_last_line(capsys)
 
 
@@ -140,6 +100,8 @@ def test_on_the_gpu(device):
     assert prefill.example(str(device), seqlen=2000).isfinite().all()
     assert decode_loop.example(str(device)).isfinite().all()
     assert own_schedule.example(str(device)).isfinite().all()
+    for program in EXAMPLES:
+        assert program.example(str(device)).isfinite().all()
 
 
 @pytest.mark.gpu
