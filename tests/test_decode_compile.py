@@ -50,102 +50,58 @@ def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", **modifiers):
     return AttentionSpec(dtype, *head_dims, MASKS[mask], **modifiers)
 
 
-def cases():
-    """Yield (name, spec, cache, type of cut)."""
-    yield "crews", spec_of(mask="causal"), CACHES["contiguous"], CtaGroups
-    spec = spec_of(mask="causal", scores=SCORES, sinks="float32")
-    yield "crews-page1", spec, CACHES["page1"], CtaGroups
-    yield "(64, 256)-contiguous", spec_of((64, 256)), CACHES["contiguous"], StreamK
-    yield "(72, 200)-page1", spec_of((72, 200)), CACHES["page1"], StreamK
-    for cache in ("contiguous", "padded", "page24"):
-        yield cache, spec_of(mask="causal"), CACHES[cache], StreamK
-    yield "NoSplit", spec_of(mask="causal"), CACHES["contiguous"], NoSplit
-    yield "window", spec_of(mask="window"), CACHES["page16"], StreamK
-    spec = spec_of((256, 256), "causal", scores=SCORES, sinks="float32")
-    yield "modified-(256, 256)", spec, CACHES["contiguous"], StreamK
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("spec", "cache", "cut"), [case[1:] for case in cases()], ids=[case[0] for case in cases()]
-)
-def test_machine_code_of_decode(spec, cache, cut):
-    config = config_of(spec, cache, cut)
-    compiled = compile_kernel(Decode(spec, config, 4, cache, cut))
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log, config.ctas_of_sm)
-    assert report.threads == WARPGROUP + (WARPGROUP if cache.box(TILE_N) == 0 else 2 * WARP)
-    check_wgmma(report, spec)
-    check_loads(report, spec, cache)
-    check_dependent_launch(report)
-
-
-PACKED_CASES = {
-    "used-k": (spec_of((64, 64)), False, True),
-    "256": (spec_of((256, 256), "causal", scores=SCORES, sinks="float32"), True, True),
-}
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("case", PACKED_CASES)
-def test_machine_code_of_packed_keys(case):
-    spec, has_used_q, has_used_k = PACKED_CASES[case]
-    cache = CacheLayout(is_packed=True, has_seqlens=has_used_k)
-    kernel = Decode(
-        spec, config_of(spec, cache, StreamK), 4, cache, StreamK, is_packed=True,
-        has_used_q=has_used_q,
-    )  # fmt: skip
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log)
-    check_wgmma(report, spec)
-    check_loads(report, spec, cache)
-    check_dependent_launch(report)
-
-
-@pytest.mark.compiles
-def test_machine_code_of_packed_queries():
-    spec, cache = spec_of(mask="causal"), CACHES["page16"]
-    config = config_of(spec, cache, FixedSplit)
-    compiled = compile_kernel(Decode(spec, config, 4, cache, FixedSplit, is_packed=True))
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log)
-    check_wgmma(report, spec)
-    check_dependent_launch(report)
-
-
 RELATIVE = Template.of(RelativeBias(torch.zeros(4, 9), reach=4))
 DOCUMENTS = Template.of(Documents(*torch.zeros(2, 1, 4, dtype=torch.int32)))
-FUNCTIONS = {
-    "mask": (replace(spec_of(), mask=Intersection(MASKS["causal"], DOCUMENTS)), "page1"),
-    "score-256": (spec_of((256, 256), "causal", scores=(RELATIVE,)), "page16"),
+CAUSAL = spec_of(mask="causal")
+MODIFIED = {"scores": SCORES, "sinks": "float32"}
+
+
+def kernel_of(spec: AttentionSpec, cache: str | CacheLayout, cut=StreamK, **options) -> Decode:
+    """The planner's kernel for four query heads of each key/value head."""
+    layout = CACHES[cache] if isinstance(cache, str) else cache
+    return Decode(spec, config_of(spec, layout, cut), 4, layout, cut, **options)
+
+
+def kernel_of_functions(spec: AttentionSpec, page_size: int) -> Decode:
+    """A kernel with a score or a mask of the user's, for packed queries on pages."""
+    return kernel_of(spec, CacheLayout(page_size), is_packed=True, has_used_q=True)
+
+
+def kernel_of_packed_keys(spec: AttentionSpec, **options) -> Decode:
+    return kernel_of(spec, CacheLayout(is_packed=True, has_seqlens=True), is_packed=True, **options)
+
+
+DECODING = {
+    "crews": kernel_of(CAUSAL, "contiguous", CtaGroups),
+    "crews-page1": kernel_of(spec_of(mask="causal", **MODIFIED), "page1", CtaGroups),
+    "(72, 200)-page1": kernel_of(spec_of((72, 200)), "page1"),
+    **{cache: kernel_of(CAUSAL, cache) for cache in ("contiguous", "padded", "page24")},
+    "NoSplit": kernel_of(CAUSAL, "contiguous", NoSplit),
+    "window": kernel_of(spec_of(mask="window"), "page16"),
+    "packed keys": kernel_of_packed_keys(spec_of((64, 64))),
+    "packed keys, 256": kernel_of_packed_keys(
+        spec_of((256, 256), "causal", **MODIFIED), has_used_q=True
+    ),
+    "packed queries": kernel_of(CAUSAL, "page16", FixedSplit, is_packed=True),
+    "mask": kernel_of_functions(
+        replace(spec_of(), mask=Intersection(MASKS["causal"], DOCUMENTS)), 1
+    ),
+    "score, 256": kernel_of_functions(spec_of((256, 256), "causal", scores=(RELATIVE,)), 16),
+    # Places in the line take two registers each, and are passed on in two halves.
+    "long places": kernel_of(CAUSAL, "page64", CtaGroups, is_long=True),
 }
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("case", FUNCTIONS)
-def test_machine_code_of_functions_of_the_users(case):
-    spec, layout = FUNCTIONS[case]
-    cache = replace(CACHES[layout], batch_indexed=False)
-    kernel = Decode(
-        spec, config_of(spec, cache, StreamK), 4, cache, StreamK, is_packed=True, has_used_q=True
-    )
+@pytest.mark.parametrize("kernel", DECODING.values(), ids=DECODING)
+def test_machine_code_of_decode(kernel):
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log)
-    check_wgmma(report, spec)
-    check_dependent_launch(report)
-
-
-@pytest.mark.compiles
-def test_machine_code_with_long_places():
-    """Places in the line take two registers each, and are passed on in two halves."""
-    spec, cache, cut = spec_of(mask="causal"), CACHES["page64"], CtaGroups
-    config = config_of(spec, cache, cut)
-    compiled = compile_kernel(Decode(spec, config, 4, cache, cut, is_long=True))
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log, config.ctas_of_sm)
-    check_wgmma(report, spec)
+    check_resources(report, compiled.ptxas_log, kernel.config.ctas_of_sm)
+    producers = WARPGROUP if kernel.cache.box(TILE_N) == 0 else 2 * WARP
+    assert report.threads == WARPGROUP + producers
+    check_wgmma(report, kernel.spec)
+    check_loads(report, kernel.spec, kernel.cache)
     check_dependent_launch(report)
 
 
