@@ -303,12 +303,14 @@ FLAGS = [
     ("metadata", "causal has_softcap"),
     ("problem", "causal"),
     ("backward", "is_causal"),
+    ("gradients", "causal deterministic fp32_dkv accumulate_dkv"),
+    ("quantize", "smooth_k hadamard"),
 ]
 COUNTS = [
     (ALL, "attention_chunk num_splits sm_margin"),
     ("varlen", "max_seqlen_q max_seqlen_k"),
     ("metadata", "max_seqlen_k_new page_size headdim_v"),
-    ("backward", "sm_margin"),
+    ("backward gradients", "sm_margin"),
 ]
 TAKE_TENSORS = [
     (ATTEND, "alibi_slopes sinks"),
@@ -317,8 +319,7 @@ TAKE_TENSORS = [
     (ATTEND, DESCALES),
     ("metadata", "cu_seqlens_q cu_seqlens_k_new cache_leftpad"),
 ]
-WINDOWS = f"{ALL} problem"
-DESCALES = "q_descale k_descale v_descale"
+WINDOWS = f"{ALL} problem gradients"
 
 OPTIONS = [
     *(
@@ -530,6 +531,7 @@ METADATA = [
 ]  # fmt: skip
 
 ENDS = integers(0, 7, 20)
+DK = torch.zeros(2, 30, 2, 64)
 
 FLASH_ATTENTION_3 = [
     ("qkv", "num_heads_q", None, "must be given with qkv of 4 dimensions"),
@@ -560,6 +562,35 @@ FLASH_ATTENTION_3 = [
     ("backward", "softmax_scale", "1", TYPE, "must be a float, got '1'"),
     ("backward", "softcap", -1.0, "must be 0"),
     ("backward", "dk", dict.fromkeys(("dk", "dv"), dense()["k"]), "must not overlap dv"),
+]  # fmt: skip
+
+PASSES = [
+    ("gradients", "dv", {"dk": DK}, "must be given with dk"),
+    ("gradients", "dk", {"dv": DK}, "must be given with dv"),
+    ("gradients", "dk and dv", {"accumulate_dkv": True}, "must be given with accumulate_dkv"),
+    ("gradients", "fp32_dkv", {"fp32_dkv": True, "dk": DK.bfloat16(), "dv": DK.bfloat16()},
+     "must be False with dk and dv in torch.bfloat16"),
+    ("gradients", "dk", {"dk": DK.bfloat16(), "dv": DK.bfloat16(), "accumulate_dkv": True}, TYPE,
+     "must be torch.float32 with accumulate_dkv"),
+    ("gradients", "dv", {"dk": DK, "dv": DK.bfloat16()}, TYPE, "must be torch.float32 like dk"),
+    ("gradients", "dk", {"dk": DK.half(), "dv": DK.half()}, TYPE, "must be torch.bfloat16 like k"),
+    ("gradients", "dq", OUT.float(), TYPE, "must be torch.bfloat16"),
+    ("gradients", "rng_state", {"dropout_p": 0.5}, "must be given with dropout_p"),
+    ("gradients", "d_lse", 1.0, TYPE, NO_TENSOR),
+    ("gradients", "the gradient of the log-sum-exp", {"d_lse": torch.zeros(2, 4, 19)},
+     "must have shape (2, 4, 20)"),
+    ("gradients", "seqused_k", ENDS, "must be None without cu_seqlens_q"),
+    ("gradients", "mask", 3, TYPE, "must be"),
+    ("quantize", "q", dict.fromkeys("qkv", OUT.to(torch.float8_e4m3fn)), TYPE,
+     "must be torch.bfloat16 or torch.float16"),
+    ("quantize", "k", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q"),
+    ("quantize", "q", dict.fromkeys("qkv", OUT[..., :48]),
+     "has head_dim 48, supported in FP8 are multiples of 32"),
+    ("quantize", "v", lambda x: x[:, :10], "must have shape"),
+    ("quantize", "q", lambda x: x[:, :, :0], "must have heads like k, got shape (2, 20, 0, 64)"),
+    ("quantize quantize_packed", "q k v", lambda x: x.clone().requires_grad_(), "requires grad"),
+    ("quantize_packed", "cu_seqlens_k", None, TYPE, NO_TENSOR),
+    ("quantize_packed", "cu_seqlens_q", lambda x: x + 1, "must begin with 0"),
 ]  # fmt: skip
 
 PLAN, LONGER = (

@@ -99,7 +99,7 @@ def test_causal_sets_the_right_bound(call, right):
 INTEGERS = [*table.VALUES, *table.VALUES_OF_CACHES]
 ROWS = [
     *table.TENSORS, *table.OUTPUTS, *INTEGERS, *table.OPTIONS, *table.SIZES, *table.METADATA,
-    *table.FLASH_ATTENTION_3, *table.PLANS,
+    *table.FLASH_ATTENTION_3, *table.PASSES, *table.PLANS,
 ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def contents(call: dict) -> list[torch.Tensor]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor has, with a number for NaN."""
-    return tensor.detach().as_subclass(torch.Tensor).nan_to_num(nan=7.0)
+    return tensor.detach().as_subclass(torch.Tensor).double().nan_to_num(nan=7.0)
 
 
 def check_refused(case: Case, function, call: dict) -> None:

@@ -289,31 +289,6 @@ def test_calls_without_heads_need_no_kernel():
         assert made.q.shape == rows.shape and made.q_descale.shape == (2, 0)
 
 
-def test_what_is_refused():
-    q, k, v = (drawn(2, 20, 2, 64) for _ in range(3))
-    with pytest.raises(TypeError, match=r"q must be torch.bfloat16 or torch.float16"):
-        fa3.quantize(q.to(E4M3), k.to(E4M3), v.to(E4M3))
-    with pytest.raises(TypeError, match=r"k must be torch.bfloat16 like q"):
-        fa3.quantize(q, k.half(), v)
-    with pytest.raises(TypeError, match="hadamard must be a bool"):
-        fa3.quantize(q, k, v, hadamard=1)
-    with pytest.raises(ValueError, match="q has head_dim 48, supported in FP8 are multiples of 32"):
-        fa3.quantize(*(x[..., :48] for x in (q, k, v)))
-    with pytest.raises(ValueError, match="v must have shape"):
-        fa3.quantize(q, k, v[:, :10])
-    with pytest.raises(ValueError, match=r"q must have heads like k, got shape \(2, 20, 0, 64\)"):
-        fa3.quantize(q[:, :, :0], k, v)
-    with pytest.raises(ValueError, match="k requires grad"):
-        fa3.quantize(q, k.clone().requires_grad_(), v)
-    ends, rows = torch.tensor([0, 20], dtype=torch.int32), [x[0] for x in (q, k, v)]
-    with pytest.raises(TypeError, match=r"cu_seqlens_k must be a torch.Tensor"):
-        fa3.quantize(*rows, ends)
-    with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0"):
-        fa3.quantize(*rows, ends + 1, ends)
-    with pytest.raises(ValueError, match="v requires grad"):
-        fa3.quantize(*rows[:2], rows[2].clone().requires_grad_(), ends, ends)
-
-
 @pytest.mark.compiles
 @pytest.mark.parametrize("is_full", [False, True])
 def test_machine_code(is_full):

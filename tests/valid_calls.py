@@ -25,6 +25,7 @@ RAGGED = CacheProblem((20, 30), 2, (2, 3), ragged=True)
 PROBLEMS = {"cache": PLAIN, "paged": PAGED, "indexed": INDEXED, "ragged": RAGGED}
 VARLEN = VarlenProblem((7, 0, 1, 13), (9, 5, 0, 6), heads_kv=2, group=2)
 STATE = torch.tensor([3])
+PACKED_OPERANDS = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
 
 
 def dense() -> dict:
@@ -99,6 +100,13 @@ def backward() -> dict:
     return call | gradients | {"dout": out, "out": out, "softmax_lse": lse}
 
 
+def gradients() -> dict:
+    """A call of the backward pass by itself."""
+    call = dense()
+    out, lse = fa3.flash_attn_func(**call, return_lse=True)
+    return call | {"d_out": out, "out": out, "lse": lse}
+
+
 def shapes() -> dict:
     return {"q": (1, 70, 4, 64), "k": (1, 90, 2, 64), "v": (1, 90, 2, 64)}
 
@@ -131,6 +139,11 @@ CALLS = {
     ),
     "forward": (interface._flash_attn_forward, dense),
     "backward": (interface._flash_attn_backward, backward),
+    "gradients": (fa3.flash_attn_backward, gradients),
+    "quantize": (fa3.quantize, dense),
+    "quantize_packed": (
+        fa3.quantize, lambda: {n: x for n, x in varlen().items() if n in PACKED_OPERANDS}
+    ),
     "problem": (fa3.Problem.of, shapes),
     "plan": (fa3.plan_forward, lambda: {"problem": PROBLEM}),
 }  # fmt: skip
