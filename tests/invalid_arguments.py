@@ -225,6 +225,7 @@ OUTPUTS = [
     ("packed", "out", torch.empty(513).bfloat16()[1:].view(4, 2, 64), "starts 2 bytes afte"),
     ("combine", "out", torch.empty(1, 5, 4, 64).expand(2, -1, -1, -1), "must not overlap itself"),
     ("combine", "out", torch.zeros(2, 5, 4, 32), "must have shape"),
+    ("combine", "out", in_inference(torch.zeros(2, 5, 4, 64)), "must not be an inference tensor"),
     ("combine", "out", {"out": torch.zeros(2, 5, 4, 64), "out_dtype": torch.float16}, TYPE,
      "must be torch.float16 like out_dtype, got torch.float32"),
     *each("combine", "out_dtype", TYPE, "must be{}", ("float32", "...got 'float32'"),

@@ -106,13 +106,13 @@ def test_shared_heads(head_dim, window, qhead_per_kvhead, where):
         check(make_problem(2, 200, 333, 2, qhead_per_kvhead, head_dim, window), where)
 
 
-SIZES = [*((n, n) for n in (*range(32, 257, 32), 8, 48, 88, 104, 144, 184, 200, 240)), (64, 256)]
-
-
-@places("head_dims", cpu=[(8, 8), (256, 256), (192, 128), (64, 256), (72, 40)], gpu=SIZES)
+@places(
+    "head_dims",
+    cpu=[(8, 8), (256, 256), (192, 128), (64, 256), (72, 40)],
+    gpu=[(96, 96), (8, 8), (104, 104)],
+)
 def test_head_dims(head_dims, where):
-    """Every padded size, with padding and without; what is left of 64 columns in all ways; and
-    every tiling. The dtypes take turns."""
+    """The dtypes take turns. All sizes on a GPU: test_head_sizes_gpu."""
     head_dim, head_dim_v = head_dims
     dtype = ("bfloat16", "float16")[head_dim // 32 % 2]
     check(make_problem(2, 130, 150, 2, 1, head_dim, CAUSAL, dtype, head_dim_v), where)
@@ -151,24 +151,6 @@ def test_nothing_to_compute(sizes, has_sinks, where):
     if has_sinks:
         # The log-sum-exp of a row without keys is its head's sink.
         assert found[3].tolist() == [batch * seqlen_q * (seqlen_k == 0)] * len(sinks)
-
-
-def test_blocks_of_a_mask_of_the_users():
-    @dataclass(frozen=True)
-    class Only(fa3.Mask):
-        @cute.jit
-        def visible(self, at):
-            return at.key >= 140 and at.query < 70 + at.batch
-
-        def reference(self, at):
-            return (at.key >= 140) & (at.query < 70 + at.batch)
-
-        def key_range(self, rows):
-            return 140, rows.seqlen_k
-
-    q, k, v = make_operands(make_problem(2, 150, 300, 1, 2, 32))
-    found = check_gradients(q, k, v, mask=Only())
-    assert not found["k"][:, :140].any() and not found["q"][0, 70:].any()
 
 
 # ------------------------------------------------------------------------------ part of autograd
@@ -251,16 +233,6 @@ def test_the_same_bits(mode):
     assert all(map(torch.equal, found, expected))
 
 
-def test_what_is_kept(where):
-    q, k, v = leaves(where=where)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-        out = fa3.flash_attn_func(q, k, v, causal=True)
-        with torch.no_grad():
-            fa3.flash_attn_func(q, k, v)
-    assert kept == [q.shape, k.shape, v.shape, out.shape, (2, 2, 70)]
-
-
 def test_what_is_kept_is_not_copied():
     """Nor what lies in a buffer with other tensors, nor the tensors of a mask."""
     packed = torch.randn(2, 70, 3, 2, 64).bfloat16().requires_grad_()
@@ -325,12 +297,6 @@ def test_what_has_no_gradient_is_refused(name):
         torch.func.vmap(lambda x: fa3.flash_attn_func(**inputs) * x)(torch.ones(2))
     with torch.no_grad():
         fa3.flash_attn_func(**inputs, score=Twice(), out=torch.empty_like(q))
-
-
-@pytest.mark.parametrize("slopes", [torch.ones(2), torch.ones(2, 2)])
-def test_slopes_have_no_gradient(slopes):
-    with pytest.raises(ValueError, match=r"^alibi_slopes requires grad"):
-        fa3.flash_attn_func(*leaves(), alibi_slopes=slopes.requires_grad_())
 
 
 def test_torch_knows_of_gradients_only_where_they_may_be_differentiated(monkeypatch):

@@ -20,10 +20,8 @@ from fa3.calls.options import DENSE, PACKED, Options
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.gpu import GPUS
 from fa3.planning.kernel_names import describe_kernel
-from fa3.planning.planner import plan_forward
 from fa3.planning.routes import PackedSizes, launches_of_route
 from fa3.problem import Window
-from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.tools import cubin
 from fa3.tools.arguments import DEFAULT_SHAPE, GPU_NAMES, make_parser
 from fa3.tools.plan_command import problem_of
@@ -40,21 +38,6 @@ def facts(capsys, *arguments: str) -> dict:
     """What `fa3 plan --json` prints."""
     main(["plan", "--json", *arguments])
     return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("schedule_type", [TileList, StaticPersistent, SingleTile])
-@pytest.mark.parametrize("arguments", [("--causal",), (), ("--window", "300", "20")])
-def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
-    plan = plan_forward(problem(*arguments), schedule=schedule_type)
-    timeline = plan.simulate()
-    assert len({span.segment.tile for span in timeline.spans}) == plan.schedule.order.num_tiles
-    assert len(timeline.spans) == plan.schedule.order.num_tiles
-    assert timeline.num_lanes == plan.gpu.num_sms // plan.config.cluster
-    free_at = [0.0] * timeline.num_lanes
-    for span in sorted(timeline.spans, key=lambda span: span.start):
-        assert span.start == pytest.approx(free_at[span.lane])
-        free_at[span.lane] = span.end
-    assert free_at == pytest.approx(timeline.busy)
 
 
 def test_plan_is_printed_and_drawn(tmp_path, capsys):

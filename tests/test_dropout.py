@@ -141,29 +141,6 @@ def test_a_threshold_between_the_zeros():
     assert np.count_nonzero(~is_kept(np.arange(2**16, dtype=np.uint32), 0x7F81 / 2**16)) == 0x7F82
 
 
-@pytest.mark.parametrize("dropout_p", [0.01, 0.5, 0.9])
-def test_the_share_that_is_kept(dropout_p):
-    mask = fa3.dropout_mask(STATE, dropout_p, 2, 4, 512, 512).double()
-    deviation = (dropout_p * (1 - dropout_p)) ** 0.5
-    assert abs(mask.mean() - (1 - dropout_p)) < 5 * deviation / mask.numel() ** 0.5
-    # Of each row, column and head too, and no score goes with a neighbour.
-    for dim in range(4):
-        means = mask.mean(dim=[d for d in range(4) if d != dim])
-        count = mask.numel() / len(means)
-        assert (means - (1 - dropout_p)).abs().max() < 6 * deviation / count**0.5
-    centred = (mask - mask.mean()) / deviation
-    for shift in [
-        (0, 0, 0, 1),
-        (0, 0, 0, 2),
-        (0, 0, 0, 8),
-        (0, 0, 1, 0),
-        (0, 0, 8, 0),
-        (0, 1, 0, 0),
-    ]:
-        moved = centred.roll(shift, dims=(0, 1, 2, 3))
-        assert abs((centred * moved).mean()) < 5 / mask.numel() ** 0.5
-
-
 def test_positions_near_the_ends_of_32_bits():
     at = fa3.Position(
         2**31 - 1, 2**31 - 1, torch.tensor([2**31 - 2]), torch.tensor([2**31 - 2]), 0, 0

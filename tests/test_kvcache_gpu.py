@@ -18,7 +18,6 @@ from varlen_problems import integers
 from fa3.calls import kvcache
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
-from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.decode import Decode
 from fa3.planning import decode as planning
 
@@ -40,16 +39,6 @@ def test_head_dims(head_dims, mode, dtype, device):
     problem = CacheProblem((513, 3), 2, (2, 2), group=4, causal=True, dtype=dtype)
     problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
     check(problem, device, **MODES[mode])
-
-
-@pytest.mark.parametrize("page_size", [4, 64])
-def test_pages_before_a_window_may_be_gone(page_size, device):
-    problem = CacheProblem((3000, 130), group=4, page_size=page_size, window=(100, 0), head_dim=128)
-    call = make_call(problem, device=device)
-    table = call["page_table"].clone()
-    for row, seqlen in zip(table, problem.seqlens, strict=True):
-        row[: (seqlen - 101) // page_size] = 1 << 30
-    check_call(call, *run(call | {"page_table": table}))
 
 
 @pairs(seqlen=(1 << 17, 1 << 20), num_splits=(0, 1, 16), page_size=(None, 16, 256))
@@ -148,20 +137,6 @@ def test_a_long_prompt_is_appended(ragged, page_size, device):
     check(problem, device)
 
 
-def test_views(device):
-    """Slices of a fused projection, a cache that holds K and V beside each other, a cut table."""
-    problem = CacheProblem((500, 0, 7), 2, (2, 2, 2), heads_kv=4, page_size=16, causal=True)
-    call = make_call(problem, device=device)
-    fused = torch.cat((call["q"], call["k"], call["v"]), dim=2)
-    views = dict(zip(("q", "k", "v"), fused.split(4, dim=2), strict=True))
-    both = torch.stack((call["k_cache"], call["v_cache"]), dim=3)
-    caches = dict(zip(("k_cache", "v_cache"), both.unbind(3), strict=True))
-    given = both.new_full((3, 4, 2, 64), torch.nan).transpose(1, 2)
-    out, lse = flash_attn_with_kvcache(**(call | views | caches), out=given, return_lse=True)
-    assert out is given
-    check_call(call, out, lse, tuple(caches.values()))
-
-
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_what_does_not_fit_the_cache_is_dropped(page_size, device):
     """Lengths on the GPU are not checked: they count as if cut to the cache."""
@@ -217,20 +192,6 @@ def test_values_on_the_cpu_are_checked_and_used(device):
 
 
 # ------------------------------------------------------------------------- bits, and their peers
-
-
-def test_where_pages_lie_changes_no_bit(device):
-    problem = CacheProblem((3000, 41), heads_kv=2, group=8, page_size=16)
-    call = make_call(problem, device=device)
-    out, lse, _ = run(call)
-    order = torch.randperm(call["k_cache"].shape[0], device=device)
-    place = order.argsort().to(torch.int32)
-    valid = (call["page_table"] >= 0) & (call["page_table"] < len(order))
-    moved = {name: call[name][order] for name in ("k_cache", "v_cache")}
-    table = call["page_table"].clone()
-    table[valid] = place[table[valid].long()]
-    moved_out, moved_lse, _ = run(call | moved | {"page_table": table})
-    assert torch.equal(out, moved_out) and torch.equal(lse, moved_lse)
 
 
 def test_rows_of_a_merge_that_many_groups_share(device):
@@ -339,16 +300,3 @@ def test_calls_in_a_row_wait_for_each_other(device):
         assert torch.equal(out, same_out)
         for name, cache in caches.items():
             assert torch.equal(as_bits(cache), as_bits(same_caches[name]))
-
-
-@pytest.mark.parametrize("num_splits", [0, 1, 3])
-def test_scheduler_metadata(num_splits, device):
-    problem = CacheProblem((700, 30), 2, (2, 2), heads_kv=2, group=4, page_size=16, causal=True)
-    call = make_call(problem, device=device)
-    lengths = call["cache_seqlens"]
-    for seqlens in (lengths, lengths.cpu()):
-        metadata = get_scheduler_metadata(
-            2, 2, 1000, 8, 2, 64, seqlens, page_size=16, max_seqlen_k_new=2, causal=True,
-            num_splits=num_splits,
-        )  # fmt: skip
-        check_call(call, *run(call, scheduler_metadata=metadata))

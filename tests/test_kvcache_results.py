@@ -203,13 +203,6 @@ def test_a_length_may_be_one_number(seqlen, where):
     assert_same_bits(run(call, cache_seqlens=tensor), run(call, cache_seqlens=seqlen))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_lse_is_optional(mode, where):
-    call = make_call(CacheProblem((700, 30), group=4), device=where)
-    out, _, _ = run(call, **MODES[mode])
-    assert torch.equal(out, flash_attn_with_kvcache(**call, **MODES[mode]))
-
-
 @pytest.mark.parametrize(
     "problem",
     [
@@ -345,22 +338,6 @@ def test_combine(num_splits, out_dtype, head_dim, where):
     assert torch.equal(given, out)
 
 
-def test_parts_of_a_call_combine_to_the_call():
-    """Attention to the first and to the other keys, merged, is attention to all of them."""
-    call = make_call(CacheProblem((100, 130), room=0))
-    out, lse, _ = run(call)
-    halves = [
-        call | {"cache_seqlens": integers(40, 50)},
-        call | {"cache_leftpad": integers(40, 50)},
-    ]
-    parts, lses = zip(*(run(half)[:2] for half in halves), strict=True)
-    merged, merged_lse = flash_attn_combine(
-        torch.stack(parts).float(), torch.stack(lses).transpose(2, 3)
-    )
-    torch.testing.assert_close(merged, out.float(), rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(merged_lse.transpose(1, 2), lse)
-
-
 def test_pages_that_are_only_read_may_be_shared():
     call = make_call(PAGED)
     call["page_table"] = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
@@ -463,17 +440,3 @@ def test_assertions_cannot_be_captured(assertions, monkeypatch):
     with pytest.raises(RuntimeError, match=complaint):
         flash_attn_with_kvcache(**unread(call))
     run(call)
-
-
-def test_outputs_of_other_calls_may_be_inference_tensors_in_inference_mode_only():
-    call = make_call(CacheProblem((20, 30)))
-    qkv = call["q"], call["k_cache"], call["v_cache"]
-    out_partial, lse_partial = partial_results()
-    with torch.inference_mode():
-        out, merged = torch.empty_like(qkv[0]), torch.empty_like(out_partial[0])
-        flash_attn_func(*qkv, out=out)
-        flash_attn_combine(out_partial, lse_partial, out=merged)
-    with pytest.raises(ValueError, match=r"^out must not be an inference tensor"):
-        flash_attn_func(*qkv, out=out)
-    with pytest.raises(ValueError, match=r"^out must not be an inference tensor"):
-        flash_attn_combine(out_partial, lse_partial, out=merged)

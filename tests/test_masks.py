@@ -164,14 +164,3 @@ def test_until_it_is_bound_an_intersection_has_the_band_s_blocks_all_masked():
     tile = (256, 128, 32, Sequence(512, 512, Window(right=0)))
     mask = Intersection(Band(right=True), Template.of(Table(torch.zeros(512, 512))))
     assert mask.key_blocks(*tile) == Blocks(0, 0, 0, 12)
-
-
-def test_ranges_may_depend_on_batch_and_head():
-    @dataclass(frozen=True)
-    class OfHead(fa3.Mask):
-        def key_range(self, rows):
-            return 32 * rows.batch, 32 * rows.head
-
-    mask = Intersection(Band(), OfHead())
-    blocks = mask.at(2, 5).key_blocks(0, 128, 32, Sequence(512, 512, Window()))
-    assert (blocks.begin, blocks.end) == (2, 5)

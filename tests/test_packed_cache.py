@@ -13,7 +13,7 @@ from reference import check_attention
 from varlen_problems import VarlenProblem, check_call, note_attending, on_cache, random_problem
 
 import fa3
-from fa3.calls import decode, kvcache, operands, overlap, packed_calls
+from fa3.calls import kvcache, operands, overlap
 from fa3.calls import values as values_of_calls
 from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H200
@@ -22,7 +22,6 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules.sequences import PackedQueries
-from fa3.schedules.stream_k import StreamK
 from fa3.scores.masks import Band
 
 FAMILIES = 10
@@ -111,27 +110,6 @@ def test_wrong_ends_touch_nothing_outside(ends, options, device):
 def plan_of(is_packed: bool, **options) -> DecodePlan:
     problem = Problem(AttentionSpec("bfloat16", 64, 64, Band()), 3, 40, 1000, 2, 4)
     return DecodePlan.of(problem, H200, CacheLayout(16), is_packed=is_packed, **options)
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_one_kernel_merges_few_parts_behind_an_append_and_of_packed_queries(is_packed):
-    """It is the one whose parts others merge where they are many, so a server meets no more."""
-    window, spec = Window(right=0), AttentionSpec("bfloat16", 128, 128, Band.of(Window(right=0)))
-    plans = []
-    for queries in (1, 64):
-        problem = Problem(spec, 4, queries, 100_000, 8, 4, window)
-        options = {"is_packed": is_packed, "appends": True}
-        plans.append(DecodePlan.of(problem, H200, CacheLayout(64), **options))
-    few, many = plans
-    assert isinstance(few.cut, StreamK) and few.kernel() == many.kernel()
-    assert few.merges_inside and len(few.launches()) == 1 and few.combine() == many.combine()
-    assert not many.merges_inside and len(many.launches()) == 2
-    # Beside the forward kernel the merge comes when both have ended.
-    assert len(replace(few, overlaps_forward=True).launches()) == 2
-    one_head = replace(few, problem=replace(few.problem, num_heads_kv=1))
-    assert not one_head.merges_inside
-    short = replace(one_head.problem, seqlen_k=1000)
-    assert replace(one_head, problem=short).merges_inside
 
 
 def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatch):
@@ -271,41 +249,6 @@ def test_chunks_see_equally_many_new_tokens(size, where):
             assert torch.equal(call[name][sequence], given[name][0])
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
-    """The forward kernel may read them once more when it has written O. It knows lengths only."""
-    attended = []
-
-    def note(self, operands, seqlen_new=0):
-        q, out, seqlens = operands.q, operands.out, operands.seqused_k
-        attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
-
-    def alone(self, operands, sizes, modifiers, scale, dropout, tables, seqlen_new, descales):
-        note(self, operands, seqlen_new)
-
-    monkeypatch.setattr(
-        packed_calls.PackedCall,
-        "attend",
-        lambda self, operands, *rest, **named: note(self, operands),
-    )
-    monkeypatch.setattr(decode.PreparedDecode, "attend", alone)
-    call = appending_call(1.0, "cpu")
-    lengths = call["cache_seqlens"].tolist()
-    if not is_long:
-        call |= {"cu_seqlens_q": torch.tensor([0, 2, 4, 5]).int(), "max_seqlen_q": 2}
-    alone = of_sequence(call, 0)
-    out = fa3.flash_attn_with_kvcache(**call)
-    ((kind, q, written, seqlens, seqlen_new),) = attended
-    assert kind is (packed_calls.PackedCall if is_long else decode.PreparedDecode)
-    assert written is out
-    assert q.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
-    assert seqlens == [length + NEW for length in lengths] and seqlen_new == 0
-    out = fa3.flash_attn_with_kvcache(**alone)
-    kind, q, written, seqlens, seqlen_new = attended[1]
-    assert kind is decode.PreparedDecode and q is written is out
-    assert seqlens == lengths[:1] and seqlen_new == NEW
-
-
 def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
     """As if the cache were that long, for keys and queries alike."""
     torch.manual_seed(0)
@@ -378,16 +321,3 @@ def test_caches_of_packed_calls_share_no_memory():
             fa3.flash_attn_with_kvcache(**call | {other: tensor})
     with pytest.raises(ValueError, match=r"^out must not overlap v_cache"):
         fa3.flash_attn_with_kvcache(**call, out=call["v_cache"][1, :4])
-
-
-@pytest.mark.parametrize("reserved", [{}, {"sm_margin": 8}], ids=str)
-def test_reserved_sms_are_left_to_others(reserved, monkeypatch):
-    """Two kernels beside each other would take them."""
-    monkeypatch.setattr(kvcache, "prepare_cache_call", kvcache.prepare_cache_call.__wrapped__)
-    made, kind = [], packed_calls.PackedCall
-    attend = kind.attend
-    monkeypatch.setattr(
-        kind, "attend", lambda *given, **named: made.append(attend(*given, **named))
-    )
-    fa3.flash_attn_with_kvcache(**call_of_total(4) | {"max_seqlen_q": 500} | reserved)
-    assert len(made) == (0 if reserved else 1)

@@ -20,8 +20,6 @@ from fa3.running.compiler import compile_kernel
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max
-NAMES = "q", "k", "v"
-
 OPTIONS = [
     {},
     {"hadamard": True},
@@ -49,12 +47,6 @@ def made_of(q, k, v, *ends, **options) -> fa3.calls.quantize.Quantized:
         assert scale.dtype == torch.float32 and scale.shape[1] == k.shape[-2]
         assert (scale > 0).all()
     return made
-
-
-def values_of(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What (batch, seqlen, heads, columns) in e4m3 stand for, in float64."""
-    group = codes.shape[2] // scale.shape[1]
-    return codes.double() * scale.double().repeat_interleave(group, 1)[:, None, :, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

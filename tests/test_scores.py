@@ -7,7 +7,6 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from cuda_graphs import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import combine, pairs, places
@@ -30,7 +29,6 @@ from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.reference.forward import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
-from fa3.scores.masks import Rows
 
 CAUSAL = Window(right=0)
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
@@ -236,32 +234,6 @@ def test_ranges_spare_blocks(window):
     )
 
 
-def test_ranges_are_asked_for_the_rows_of_a_tile():
-    asked = []
-
-    @dataclass(frozen=True)
-    class Recorder(fa3.Mask):
-        tensor: torch.Tensor
-
-        def visible(self, at):
-            return at.key >= 0
-
-        def key_range(self, rows):
-            assert isinstance(self.tensor[0], int)
-            asked.append(rows)
-            return 0, rows.seqlen_k
-
-    problem = make_problem(2, 200, 90, 1, 2)
-    walked(problem, Recorder(torch.zeros(1).int()))
-    expected = {
-        Rows(batch, head, first, last, 200, 90)
-        for batch in range(2)
-        for head in range(2)
-        for first, last in ((0, 127), (128, 199))
-    }
-    assert set(asked) == expected
-
-
 @places(
     "head_dim,schedule",
     cpu=[(64, None)],
@@ -275,13 +247,6 @@ def test_warpgroups_whose_keys_begin_far_apart(head_dim, schedule, where):
     q, k, v = make_operands(problem, device=where)
     out, lse = attend(q, k, v, {"mask": Stairs(step)}, schedule=schedule)
     check_attention(out, lse, q, k, v, mask=Stairs(step))
-
-
-SCHEDULES = ("single", "static", "list")
-"""Those that give the same bits; the planner may also choose one that merges parts of tiles."""
-
-
-WINDOWS = (Window(), CAUSAL, Window(100, 0), Window(100, 30), Window(left=70))
 
 
 BUILT_IN = Recipe(20.0, 1, "q")
@@ -344,33 +309,3 @@ def test_nothing_outside_is_read(recipe, lengths, window, device):
     arguments = recipe.make(problem, operands[0])
     out, lse = attend(*operands, poisoned(arguments), window_size=window)
     check_attention(out, lse, *operands, window=window, **arguments)
-
-
-@pytest.mark.parametrize("recipe", [BUILT_IN, EVERYTHING], ids=["built in", "everything"])
-def test_a_cuda_graph_replays_on_new_inputs(recipe, device):
-    """Slopes, sinks and tables are read anew at every replay, like q, k and v."""
-    problem = make_problem(2, 700, 700, 2, 2, 128, CAUSAL)
-    operands = make_operands(problem, device=device)
-    arguments = recipe.make(problem, operands[0])
-
-    def run():
-        return fa3.flash_attn_func(*operands, causal=True, return_lse=True, **arguments)
-
-    run()
-    graph, (out, lse) = captured(run)
-    for seed in (1, 2):
-        new = make_operands(problem, seed, device)
-        new_arguments = recipe.make(problem, new[0], seed)
-        for tensor, value in zip(operands, new, strict=True):
-            tensor.copy_(value)
-        arguments["alibi_slopes"].copy_(new_arguments["alibi_slopes"])
-        arguments["sinks"].copy_(new_arguments["sinks"])
-        if recipe.score:
-            arguments["score"].table.copy_(new_arguments["score"].table)
-            arguments["mask"].of_query.copy_(new_arguments["mask"].of_query)
-            arguments["mask"].of_key.copy_(new_arguments["mask"].of_key)
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-        graph.replay()
-        eager_out, eager_lse = attend(*new, new_arguments, causal=True)
-        assert torch.equal(out, eager_out) and torch.equal(lse, eager_lse)

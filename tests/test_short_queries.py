@@ -246,13 +246,6 @@ def test_where_the_decode_kernel_has_all_sequences(case):
     assert routes.queries_if_keys_are_split(signature, of_call) == expected
 
 
-def test_no_number_of_queries_changes_what_is_compiled():
-    for overlaps_forward in (False, True):
-        signature = signature_of()
-        plans = [signature.decode_plan(most, overlaps_forward) for most in (1, 5, 32, 256)]
-        assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
-
-
 # ------------------------------------------------------------------------------------ on a GPU
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from score_problems import Gate, Span
+from score_problems import Span
 
 import fa3
 from fa3.kernels.forward import Forward
@@ -13,7 +13,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.problem import AttentionSpec
 from fa3.schedules import StaticPersistent
 from fa3.scores.masks import Band, Intersection
-from fa3.scores.scores import Alibi, Softcap, bind
+from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
 
@@ -110,37 +110,3 @@ def test_kernels_with_functions_of_the_user_s_are_not_kept_on_disk():
 
 
 # ---------------------------------------------------------------------------- taking and giving
-
-
-def test_tensors_are_taken_by_scores_then_mask_then_sinks():
-    gate, span = Gate(torch.rand(3), True), Span(*torch.zeros(2, 3).int())
-    slopes, sinks = torch.rand(3), torch.rand(3)
-    spec = replace(
-        SPEC,
-        scores=(Template.of(Softcap(2.0)), Template.of(Alibi(slopes, False)), Template.of(gate)),
-        mask=Intersection(Band(), Template.of(span)),
-        sinks="float32",
-    )
-    tensors = (slopes, gate.factor, span.begin, span.end, sinks)
-    assert [(str(t.dtype).removeprefix("torch."), t.ndim) for t in tensors] == list(
-        spec.modifier_types
-    )
-    (softcap, alibi, bound), mask, bound_sinks = bind(spec, tensors)
-    assert softcap == Softcap(2.0)
-    assert alibi.slopes is slopes and bound.factor is gate.factor
-    assert mask.function.begin is span.begin and mask.function.end is span.end
-    assert bound_sinks is sinks
-
-
-@pytest.mark.parametrize(
-    ("value", "came"),
-    [
-        ([1, 2], "list: unhashable type: 'list'"),
-        ({"a": 1}, "dict: unhashable type: 'dict'"),
-        ((1, [2]), "tuple: unhashable type: 'list'"),
-    ],
-)
-def test_constants_must_be_hashable(value, came):
-    message = f"Scaled.factor must be a tensor or hashable, got {came}"
-    with pytest.raises(TypeError, match=f"^{message}$"):
-        Template.of(Scaled(value))

@@ -15,7 +15,6 @@ from free_counters import used_counters
 from pairs import places
 from problems import make_problem
 from score_problems import Recipe
-from test_latest import operand, packed_operands
 from torch.fx.experimental.proxy_tensor import make_fx
 from valid_calls import OnGpu
 from varlen_problems import (
@@ -38,11 +37,8 @@ import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import varlen
 from fa3.calls.call import LENGTHS_OF_PACKED
-from fa3.calls.options import PACKED, Options
-from fa3.planning.gpu import H200
 from fa3.planning.launch import NO_MEMORY
 from fa3.planning.planner import plan_forward
-from fa3.planning.routes import BOTH, SPLIT
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -131,45 +127,6 @@ def test_metadata_changes_no_bit_and_is_in_no_graph():
         make_fx(lambda q: flash_attn_varlen_func(**call | {"q": q}, scheduler_metadata=metadata))(
             call["q"]
         )
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        VarlenProblem((), ()),
-        VarlenProblem((0, 0), (3, 0)),
-        VarlenProblem((20, 0, 4), (0, 0, 0), used_q=(9, 3, 99)),
-        VarlenProblem((20, 4), (5, 6), heads_kv=0),
-    ],
-    ids=str,
-)
-def test_nothing_is_launched_where_there_is_nothing_to_compute(problem, launches):
-    flash_attn_varlen_func(**make_call(problem))
-    assert not launches
-
-
-@pytest.mark.parametrize("sm_margin", [0, 2])
-def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
-    """Where SMs are reserved, no second kernel runs beside the first."""
-    made = []
-    monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(varlen, "packed_call", lambda signature, _: made.append(signature))
-    device = torch.device("cuda", 0)
-    q, k, v = (operand(1, *sizes, device=device) for sizes in ((4, 64), (2, 64), (2, 32)))
-    used = operand(0, dtype=torch.int32, device=device)
-    described = packed_operands(q=q, k=k, v=v, seqused_q=used)
-    options = Options(Window(1 << 40, 0), sm_margin=sm_margin, kind=PACKED)
-    varlen.prepare_varlen.__wrapped__(described, options)
-    (signature,) = made
-    assert signature.names == [
-        "forward",
-        "shared tiles",
-        SPLIT,
-        *["decode", BOTH] * (not sm_margin),
-    ]
-    assert signature.window == Window(right=0) and signature.gpu.num_sms == 132 - sm_margin
-    assert (signature.has_used_q, signature.has_used_k) == (True, False)
-    assert (signature.spec.head_dim, signature.spec.head_dim_v) == (64, 32)
 
 
 def caches() -> dict:
@@ -263,19 +220,6 @@ def test_views():
 
 
 # ------------------------------------------------------------------------------- what is left alone
-
-
-def test_rows_that_are_not_used_are_neither_read_nor_written(poisoned_memory):
-    """Those of the drawn tensors are NaN."""
-    call = make_call(USED)
-    given = torch.full((206, 4, 64), 7.0).bfloat16()
-    out, lse = flash_attn_varlen_func(**call, out=given, return_lse=True)
-    assert out is given
-    rows = unused(USED, 206)
-    assert rows.any() and (out[rows] == 7.0).all()
-    clean = {name: call[name].nan_to_num() for name in "qkv"}
-    same, same_lse = flash_attn_varlen_func(**call | clean, return_lse=True)
-    assert torch.equal(out[~rows], same[~rows]) and torch.equal(lse[:, ~rows], same_lse[:, ~rows])
 
 
 @places(

@@ -111,23 +111,6 @@ def test_what_is_kept(dropout_p, where):
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
 
 
-def test_refusals():
-    call = make_call(RAGGED)
-    call["k"].requires_grad_()
-    out = torch.empty_like(call["q"])
-    with pytest.raises(ValueError, match=r"^k requires grad, so out must be None"):
-        flash_attn_varlen_func(**call, out=torch.empty_like(out))
-    recipe = Recipe(score="relative")
-    call = make_call(replace(RAGGED, recipe=recipe))
-    call["v"].requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"^v requires grad, but score has no derivative"):
-        flash_attn_varlen_func(**call)
-    call = make_call(replace(RAGGED, recipe=Recipe(alibi_rank=1)))
-    call["alibi_slopes"].requires_grad_()
-    with pytest.raises(ValueError, match=r"^alibi_slopes requires grad, but would get no"):
-        flash_attn_varlen_func(**call)
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1), (-1, 100)])
 def test_lengths_around_tiles(window, head_dim, device):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from free_counters import used_counters
 from pairs import pairs
-from score_problems import Recipe
 from varlen_problems import (
     WRONG_ENDS,
     VarlenProblem,
@@ -15,13 +14,11 @@ from varlen_problems import (
     check_beside_what_is_not_finite,
     check_call,
     check_graph,
-    check_varlen,
     check_wrong_ends,
     make_call,
     random_short_problem,
     share_tiles,
     signature_with,
-    unused,
 )
 
 import fa3
@@ -84,44 +81,6 @@ def test_random_calls(seed, sharing):
     dtype, longest = ("bfloat16", "float16")[seed % 2], (16, 40, 64)[seed % 3]
     check(random_short_problem(seed, dtype, seed % FAMILIES, longest), sharing, seed)
     assert not used_counters()
-
-
-OPTIONS = [
-    {"causal": True},
-    {"window": (10, 3), "group": 4},
-    {"window": (0, 0)},
-    {"window": (20, -1)},
-    {"window": (-1, 5)},
-    {"head_dim": 128, "causal": True},
-    {"head_dim": 192, "head_dim_v": 128, "causal": True},
-    {"head_dim": 256},
-    {"head_dim": 8, "head_dim_v": 40},
-    {"group": 1, "heads_kv": 3, "dtype": "float16", "softmax_scale": 0.7},
-    {"recipe": Recipe(softcap=5.0, sinks="q"), "causal": True},
-    {"recipe": Recipe(softcap=40.0, sinks="float32"), "window": (4, 40)},
-]
-
-
-@pytest.mark.parametrize("has_used", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options(has_used, options, sharing):
-    """More queries than keys in some sequences, fewer in others."""
-    draw = random.Random(0)
-    lengths = [tuple(draw.randint(0, 40) for _ in range(200)) for _ in range(2)]
-    used = [tuple(draw.randint(-1, 50) for _ in range(200)) for _ in range(2)]
-    problem = VarlenProblem(*lengths, heads_kv=2)
-    if has_used:
-        problem = replace(problem, used_q=used[0], used_k=used[1], spare=70)
-    check(replace(problem, **options), sharing)
-
-
-def test_rows_that_are_not_used_stay_as_they_are(sharing, poisoned_memory):
-    call = make_call(USED, 0, sharing)
-    given = torch.full((len(call["q"]), 4, 64), 7.0, device=sharing).bfloat16()
-    out, lse = fa3.flash_attn_varlen_func(**call, out=given, return_lse=True)
-    check_varlen(USED, call, out, lse)
-    untouched = unused(USED, len(out), sharing)
-    assert untouched.any() and (out[untouched] == 7).all() and lse[:, untouched].isnan().all()
 
 
 @pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
@@ -233,12 +192,6 @@ def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_s
 
 
 # ------------------------------------------------------------------------------------- on a GPU
-
-
-@pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
-def test_many_short_sequences(lengths, causal, head_dim, sharing):
-    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
-    check(problem, sharing)
 
 
 AROUND_TILES = (
