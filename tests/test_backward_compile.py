@@ -27,11 +27,9 @@ from fa3.planning.backward import (
     BackwardPlan,
     choose_backward_config,
 )
-from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
-from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
+from fa3.primitives.dq_accumulator import DqPieces
+from fa3.primitives.gradient_mmas import GradientMmas
 from fa3.primitives.query_tiles import (
-    QueryTiles,
-    RowStatistics,
     first_packed_tile,
     number_of_packed_tiles,
 )
@@ -293,82 +291,6 @@ def test_tiles_of_packed_sequences_are_apart(lengths, spare):
 # ---------------------------------------------------------------------- where threads find what
 
 
-@cute.jit
-def write_views(
-    memory: cute.Tensor,
-    of_rows: cute.Tensor,
-    of_columns: cute.Tensor,
-    of_keys: cute.Tensor,
-    shape: cutlass.Constexpr,
-    size: cutlass.Constexpr,
-    at_once: cutlass.Constexpr,
-    stages: cutlass.Constexpr,
-):
-    """Read a buffer (rows, columns, count), blocked as TMA writes it, through each of its views."""
-    rows, columns, count = shape
-    blocks = cute.make_layout(
-        (rows, (16, columns // 16), count), stride=(16, (1, 16 * rows), rows * columns)
-    )
-    buffer = cute.make_tensor(memory.iterator, blocks)
-    for view, target in (
-        (rows_of(buffer, size), of_rows),
-        (columns_of(buffer, size, at_once), of_columns),
-        (columns_of_keys(buffer, size, stages), of_keys),
-    ):
-        for i in cutlass.range(cute.size(target)):
-            target[i] = view[i]
-
-
-@pytest.mark.compiles
-def test_views_of_shared_memory():
-    rows, columns, count, size, at_once, stages = 64, 96, 6, 32, 16, 2
-    memory = torch.empty(rows * columns * count, dtype=torch.int32)
-    element = torch.arange(memory.numel(), dtype=torch.int32).view(count, rows, columns)
-    # Blocks of 16 columns stand behind one another.
-    blocks = element.view(count, rows, columns // 16, 16).transpose(1, 2)
-    memory.copy_(blocks.reshape(-1))
-    found = [torch.empty_like(memory) for _ in range(3)]
-    write_views(*map(from_dlpack, (memory, *found)), (rows, columns, count), size, at_once, stages)
-    # The first mode of a view is the fastest.
-    by_rows = element.view(count, rows // size, size, columns).transpose(2, 3)
-    assert torch.equal(found[0].view(by_rows.shape), by_rows)
-    by_columns = element.view(count, rows, columns // size, size)
-    assert torch.equal(found[1].view(by_columns.shape), by_columns)
-    slabs = count // stages
-    by_keys = element.view(stages, slabs * rows, columns // size, size)
-    assert torch.equal(found[2].view(by_keys.shape), by_keys)
-
-
-@cute.jit
-def write_owners(
-    sums: cute.Tensor,
-    statistics: cute.Tensor,
-    num_m_blocks: Int32,
-    num_heads: Int32,
-    batch: Int32,
-    tile_m: cutlass.Constexpr,
-    pieces: cutlass.Constexpr,
-):
-    """Number the threads' elements of the accumulator, thread by thread; count rows' statistics."""
-    tiles = QueryTiles(num_m_blocks, num_heads)
-    number = Int32(0)
-    for b in cutlass.range(batch):
-        for h in cutlass.range(num_heads):
-            for m in cutlass.range(num_m_blocks):
-                tile = m, h, b
-                for piece in cutlass.range(pieces.count):
-                    for thread in cutlass.range(WARPGROUP):
-                        quads = DqAccumulator(sums, tiles, None).quads_of(
-                            pieces, thread, piece, tile
-                        )
-                        for i in cutlass.range(cute.size(quads)):
-                            quads[i] += number
-                            number += 1
-                rows = RowStatistics(statistics, tiles).of_tile(tile_m, tile)
-                for i in cutlass.range(cute.size(rows)):
-                    rows[i] += 1
-
-
 @pytest.mark.parametrize("widest", WIDEST_PIECE.values())
 @pytest.mark.parametrize("columns", range(32, 257, 32))
 def test_pieces_of_dq(columns, widest):
@@ -376,26 +298,6 @@ def test_pieces_of_dq(columns, widest):
     assert pieces.columns * pieces.width == columns
     assert pieces.width <= widest and pieces.width % 16 == 0
     assert 1 <= pieces.in_flight <= pieces.count
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(("tile_m", "columns"), [(64, 96), (128, 64)])
-def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
-    pieces = DqPieces.of(tile_m, columns, WIDEST_PIECE[1])
-    assert pieces.numbers == tile_m * columns
-    num_m_blocks, heads, batch = 3, 2, 2
-    count = num_m_blocks * heads * batch
-    sums = torch.zeros(count * pieces.numbers, dtype=torch.int32)
-    statistics = torch.zeros(count * tile_m * 2, dtype=torch.int32)
-    sizes = map(Int32, (num_m_blocks, heads, batch))
-    write_owners(*map(from_dlpack, (sums, statistics)), *sizes, tile_m, pieces)
-    assert (statistics == 1).all()
-    assert torch.equal(sums.sort().values, torch.arange(len(sums), dtype=torch.int32))
-    # A warp adds to 512 bytes in a row, 16 of each lane.
-    quads = columns // 2 // (1 if tile_m == 128 else 2) // 4
-    first = sums[: 32 * 4].view(32, 4)
-    expected = torch.arange(32)[:, None] * 4 * quads + torch.arange(4)
-    assert torch.equal(first, expected.int())
 
 
 @cute.jit

@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from benchmarks import (
     meter,
     ratios,
     results,
-    runs,
     shapes,
 )
 from benchmarks.bench_rates import PAIRS, Rates, clocks_of, compiled
@@ -31,38 +29,6 @@ from benchmarks.first_call import CALLS, DONE, FIRST, SECOND
 from benchmarks.harness import WrongOutput
 from benchmarks.meter import Sample
 from benchmarks.peers import Tensors
-from benchmarks.results import FAILED, OK, UNSUPPORTED, Row
-from benchmarks.timing import REGIMES
-
-
-def make_row(provider: str = "fa3", **changes) -> Row:
-    values = {
-        "cell": "d128-full-1024",
-        "group": "grid",
-        "data": "normal",
-        "regime": "steady",
-        "provider": provider,
-        "status": OK,
-        "reason": "",
-        "version": "1.0",
-        "choice": "",
-        "launch": "eager",
-        "batch": 16,
-        "seqlen_q": 1024,
-        "seqlen_k": 1024,
-        "heads_q": 16,
-        "heads_kv": 16,
-        "head_dim": 128,
-        "head_dim_v": 128,
-        "causal": False,
-        "window_left": -1,
-        "dtype": "bfloat16",
-        "us": 250.0,
-        "tflops": 549.8,
-        "gbps": 100.0,
-        "rounds_us": (250.0, 251.5, 249.0),
-    }
-    return Row(**(values | changes))
 
 
 def test_flops_follow_the_protocol():
@@ -87,33 +53,6 @@ def test_speedup_is_paired_by_round():
     assert ratios.paired_speedup([1.0, 2, 4], [2.0, 4, 8]) == (2, 2, 2)
     with pytest.raises(ValueError):
         ratios.paired_speedup([1.0], [1.0, 2.0])
-
-
-def test_rows_survive_the_file(tmp_path):
-    path = tmp_path / "forward.csv"
-    rows = [
-        make_row(causal=True, vs_fa3_cpp=1.05, throttle="power-cap"),
-        make_row("cudnn", status=UNSUPPORTED, us=None, tflops=None, gbps=None, rounds_us=()),
-    ]
-    results.append(path, rows)
-    assert results.read(path) == rows
-
-
-def test_resuming_measures_what_is_missing():
-    cells = shapes.grid([128], ["full"], [1024, 2048])
-    providers = [SimpleNamespace(name="fa3"), SimpleNamespace(name="cudnn")]
-    regimes = [REGIMES["burst"], REGIMES["steady"]]
-    rows = [make_row(), make_row("cudnn", status=FAILED)]
-
-    def pending(data: str, rows: list[Row], chosen: list) -> dict[str, list[str]]:
-        found = runs.find_jobs(cells, regimes, lambda cell: chosen, data, rows)
-        return {job.cell.name: [regime.name for regime in job.regimes] for job in found}
-
-    everything = {cell.name: ["burst", "steady"] for cell in cells}
-    assert pending("normal", [], providers) == everything
-    assert pending("normal", rows, providers) == everything | {cells[0].name: ["burst"]}
-    assert pending("scaled", rows, providers) == everything
-    assert pending("normal", rows, [*providers, SimpleNamespace(name="new")]) == everything
 
 
 def test_meter_reads_an_interval():

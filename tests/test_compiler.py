@@ -2,26 +2,18 @@
 
 import os
 import runpy
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-import cutlass.cute as cute
 import pytest
 
-import fa3
 from fa3.kernels.combine import Combine
 from fa3.running import compiler
 
-ROOT = Path(fa3.__file__).parent.parent
-TESTS = Path(__file__).parent
 SMALL = Combine("bfloat16", 64, None, None)
 NUM_THREADS = 4
 
@@ -74,20 +66,6 @@ def in_threads(function: Callable, kernels: list) -> list:
         return list(pool.map(run, kernels))
 
 
-def run_python(program: str, *places: Path, **environment: str) -> str:
-    """What a new process prints that imports from these places."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=places[0],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     "function", [compiler.load_kernel, lambda kernel: compiler.compiled(kernel, compiler.OPTIONS)]
 )
@@ -125,71 +103,6 @@ def test_a_forked_process_can_compile(fake_compiler):
     thread.join()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-IN_THREADS = """
-from fa3.running.compiler import load_kernel
-from fa3.kernels.combine import Combine
-from test_compiler import in_threads
-
-kernels = [Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64)]
-entries = in_threads(load_kernel, kernels)
-print(*(type(entry).__name__ for entry in entries))
-"""
-
-
-@pytest.mark.compiles
-def test_a_process_compiles_its_first_kernels_in_threads(tmp_path):
-    """With the real compiler, which may end the process if two threads use it."""
-    printed = run_python(IN_THREADS, ROOT, TESTS, FA3_CACHE_DIR=str(tmp_path))
-    assert printed.split() == ["Function"] * 2
-    assert len(list(tmp_path.glob("*.o"))) == 2
-
-
-@pytest.mark.compiles
-def test_a_damaged_object_is_compiled_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
-
-    def check_loads():
-        monkeypatch.setattr(compiler, "LOADED", {})
-        with pytest.raises(TypeError, match="Expects 10 parameters"):
-            compiler.load_kernel(SMALL)()
-
-    check_loads()
-    (path,) = tmp_path.glob("*.o")
-    size = path.stat().st_size
-    os.truncate(path, size // 2)
-    check_loads()
-    assert path.stat().st_size == size
-    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-    with pytest.raises(TypeError, match="Expects 10 parameters"):
-        getattr(module, SMALL.entry_name)()
-
-
-EDIT = """
-import warnings
-from pathlib import Path
-
-from fa3.running.compiler import load_kernel
-from fa3.kernels import combine
-
-source = Path("fa3/kernels/combine.py").resolve()
-assert source.samefile(combine.__file__)
-source.write_text(source.read_text() + "# edited\\n")
-with warnings.catch_warnings(record=True) as seen:
-    load_kernel(combine.Combine("bfloat16", 64, None, None))
-print(*(warning.message for warning in seen))
-"""
-
-
-@pytest.mark.compiles
-def test_a_kernel_whose_source_is_edited_after_the_import_is_not_kept(tmp_path):
-    """Its key would be that of the new source, and its code that of the old one."""
-    copy, cache = tmp_path / "copy", tmp_path / "cache"
-    shutil.copytree(ROOT / "fa3", copy / "fa3")
-    printed = run_python(EDIT, copy, FA3_CACHE_DIR=str(cache))
-    assert list(cache.glob("*.o")) == []
-    assert "sources have changed" in printed
 
 
 def test_what_the_environment_tells_the_compiler_is_part_of_the_key(monkeypatch):

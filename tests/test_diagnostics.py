@@ -212,12 +212,6 @@ def test_errors_from_elsewhere_are_left_alone(monkeypatch):
     assert explain(ValueError("never raised"), kernel.spec) is None
 
 
-def test_what_is_wrong_after_an_error_does_not_stay():
-    """A failed compile leaves the compiler fit for the next one."""
-    explained(ReturnsEarly())
-    assert compile_kernel(kernel_of(Gate(torch.zeros(2), True))).cubin
-
-
 AT_THE_PROMPT = """
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import make_operands, make_problem
-from score_problems import NOTHING, modify
 
 from docs.examples import (
     decode_loop,
@@ -18,8 +16,6 @@ from docs.examples import (
     relative_bias,
     training_loop,
 )
-from fa3.planning.planner import plan_forward
-from fa3.reference.forward import steps
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = (prefix_lm, documents, relative_bias)
@@ -32,24 +28,6 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=EXAMPLE_IDS)
 def test_the_text_shows_the_file(example):
     source = Path(example.__file__).read_text()
     assert f"```python\n{source}```\n" in (DOCS / "scores-and-masks.md").read_text()
-
-
-def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
-    problem = make_problem(2, 1024, 1024)
-    q, _, _ = make_operands(problem)
-    mask = prefix_lm.PrefixLM(torch.tensor([0, 512]).int())
-    modified, modifiers = modify(problem, q, NOTHING | {"mask": mask})
-    plan = plan_forward(modified)
-    tile_n = plan.config.tile_n
-    assert {plan.config.tile_m, tile_n} == {128, 64}
-    walked = list(steps(plan, modifiers.tensors))
-    for step in walked:
-        first, last = step.rows.start, step.rows.stop
-        prefix = (0, 512)[step.segment.tile.batch]
-        assert step.blocks.end == max(prefix, last) // tile_n
-        assert step.blocks.full_end == max(prefix, first) // tile_n
-    touched = sum(step.blocks.end - step.blocks.begin for step in walked)
-    assert touched == sum(2 * m + 2 for m in range(8)) + sum(max(8, 2 * m + 2) for m in range(8))
 
 
 def check_last_line(capsys) -> None:

@@ -6,7 +6,6 @@ import tracemalloc
 import weakref
 from threading import Thread
 
-import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -267,14 +266,6 @@ def test_the_stride_of_a_single_number_is_not_that_of_several():
         call(1)
     with pytest.raises(ValueError, match="seqused_k must be contiguous"):
         call(4)
-
-
-def test_what_is_no_tensor_is_refused_behind_a_call_that_had_none():
-    x = torch.randn(2, 8, 2, 64).bfloat16()
-    for _ in range(3):
-        fa3.flash_attn_with_kvcache(x, x.clone(), x.clone())
-    with pytest.raises(TypeError, match=r"page_table must be a torch\.Tensor"):
-        fa3.flash_attn_with_kvcache(x, x.clone(), x.clone(), page_table=np.zeros(3))
 
 
 SWEEP = REMEMBERED + 100

@@ -539,23 +539,6 @@ def test_a_score_has_no_gradient_in_a_graph_that_was_traced_without(call):
         graph(q, k, v)
 
 
-def test_gradients_that_a_graph_cannot_have():
-    q, k, v = (x.requires_grad_() for x in tensors())
-    ends = torch.tensor([0, 20], dtype=torch.int32)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with pytest.raises(NotImplementedError, match="score has no derivative"):
-            fa3.flash_attn_func(q, k, v, score=Times(torch.ones(4)))
-        with pytest.raises(ValueError, match="out must be None"):
-            fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
-        lengths = ends, ends, 20, 20
-        with pytest.raises(NotImplementedError, match="score has no derivative"):
-            fa3.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, score=Times(torch.ones(4)))
-        with pytest.raises(ValueError, match="out must be None"):
-            fa3.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, out=torch.empty_like(q[0]))
-        with pytest.raises(ValueError, match="q requires grad"):
-            fa3.flash_attn_with_kvcache(q, k, v)
-
-
 # ---------------------------------------------------------------------------------------- GPU
 
 

@@ -234,20 +234,3 @@ def test_pieces_are_found_without_lengths(batch, device):
     problem = make_problem(batch, 1, 130, 2, 4, 64)
     operands, (out, lse) = attend(problem, device)
     check_attention(out, lse, *operands)
-
-
-@pytest.mark.parametrize(
-    ("problem", "is_packed"),
-    [
-        (make_problem(4, 1, 8192, 8, 4, 128, CAUSAL), True),
-        (make_problem(2, 512, 8192, 8, 4, 128, CAUSAL), False),
-    ],
-)
-def test_calls_on_a_gpu_choose(problem, is_packed, device):
-    operands = make_operands(problem, device=device)
-    assert isinstance(plan_dense(problem), DecodePlan) == is_packed
-    chosen, packed, other = (
-        fa3.flash_attn_func(*operands, causal=True, pack_gqa=pack) for pack in (None, True, False)
-    )
-    assert torch.equal(chosen, packed if is_packed else other)
-    torch.testing.assert_close(packed, other, rtol=0.02, atol=0.002)

@@ -207,12 +207,6 @@ def test_of_equal_lengths_few_may_be_used():
     assert choose_route(signature_of(has_used_q=True), of_call).most_queries == 32
 
 
-def test_without_heads_there_is_nothing_to_do():
-    signature = signature_of(0, 0)
-    assert not signature.may_decode and signature.short_limit
-    assert choose_route(signature, PackedSizes(1, 0, 5, 5, 5, 5)).name == routes.NOTHING
-
-
 def test_a_short_sequence_has_few_rows():
     for ratio in range(1, 300):
         most = signature_of(ratio, 1).short_limit

@@ -114,17 +114,6 @@ def test_what_fa3_does_not_compute_goes_to_the_stock_kernel(stock):
     assert stock.called == 8 * ["_scaled_dot_product_flash_attention"]
 
 
-def test_second_derivatives_are_refused(stock):
-    """By torch, which knows of none for these operators."""
-    q, k, v = (x.requires_grad_() for x in heads_first())
-    out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
-    (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
-    with pytest.raises(
-        RuntimeError, match=r"derivative .*flash_attention_backward.* not implemented"
-    ):
-        dq.float().sum().backward()
-
-
 def test_dropout(stock):
     """What the forward pass drew, the backward pass draws again."""
     q, k, v = (x.requires_grad_() for x in heads_first())
