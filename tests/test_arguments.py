@@ -83,6 +83,24 @@ def test_the_order_of_flash_attention_2_is_told_from_that_of_3(arguments, error,
         fa3.flash_attn_func(*dense().values(), *arguments)
 
 
+@pytest.mark.parametrize(
+    ("call", "name", "other"),
+    [
+        *((call, "sinks", "s_aux") for call in ("varlen", "cache")),
+        *((call, "page_table", "block_table") for call in ("pages", "paged")),
+    ],
+)
+def test_arguments_that_go_by_two_names(call, name, other):
+    value = torch.zeros(4) if name == "sinks" else CALLS[call][1]()[name]
+    assert_same(call, {name: value}, {name: None, other: value})
+    if name == "sinks":
+        assert not torch.equal(run(call, sinks=value), run(call))
+    with pytest.raises(ValueError, match=f"^{other} must be None with {name}, for which it is"):
+        run(call, **{name: value, other: value})
+    with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got list"):
+        run(call, **{name: None, other: [0.0]})
+
+
 def test_ends_of_new_tokens_are_ignored_without_new_tokens():
     call = packed()
     out = fa3.flash_attn_with_kvcache(**call)

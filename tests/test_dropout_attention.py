@@ -263,7 +263,7 @@ def test_no_schedule_changes_the_mask(head_dim, schedule, device, dropped):
     assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
 
 
-@pytest.mark.parametrize("tile_n", [48, 64, 80, 112, 128])
+@pytest.mark.parametrize("tile_n", [48, 112])
 def test_no_tiling_changes_the_mask(tile_n, device, dropped):
     sizes = (1, 2, 300, 500)
     problem = with_dropout(make_problem(1, 300, 500, 2))

@@ -238,32 +238,6 @@ def test_a_cache_without_pages_or_rows(problem, empty, where):
     assert (out == 0).all() and (lse == sinks[:, None]).all()
 
 
-def test_arguments_that_go_by_two_names():
-    call = make_call(CacheProblem((5, 9), page_size=16))
-    call["sinks"] = torch.zeros(call["q"].shape[2])
-    names = {"page_table": "block_table", "sinks": "s_aux"}
-    other_names = {names.get(name, name): x for name, x in call.items()}
-    out = flash_attn_with_kvcache(**other_names)
-    assert torch.equal(out, flash_attn_with_kvcache(**call))
-    assert not torch.equal(out, flash_attn_with_kvcache(**call | {"sinks": None}))
-    for name, other in names.items():
-        with pytest.raises(ValueError, match=f"^{other} must be None with {name}, for which it is"):
-            flash_attn_with_kvcache(**call, **{other: call[name]})
-    with pytest.raises(TypeError, match=r"^sinks must be a torch\.Tensor, got list"):
-        flash_attn_with_kvcache(**call | {"sinks": None}, s_aux=[0.0])
-
-
-def test_an_empty_batch():
-    call = make_call(CacheProblem((3, 4), counts=(1, 1)))
-    names = ("q", "k", "v", "cache_seqlens", "k_cache", "v_cache")
-    empty = call | {name: call[name][:0] for name in names}
-    out, lse, _ = run(empty)
-    assert out.shape == (0, 1, 1, 64) and lse.shape == (0, 1, 1)
-    for seqlen in (-5, 1 << 31):
-        with pytest.raises(ValueError, match=rf"^cache_seqlens must be from 0 .* got {seqlen}$"):
-            run(empty, cache_seqlens=seqlen)
-
-
 def test_another_default_device_changes_nothing():
     call = make_call(CacheProblem((150, 9), 2, (2, 2), page_size=16, rotary=(32, False, "float32")))
     before = run(call, num_splits=3, cache_seqlens=9)

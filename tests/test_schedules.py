@@ -1,6 +1,5 @@
 """Schedules: every tile exactly once, clusters equally busy; parts and pairs on a Hopper GPU."""
 
-import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +10,6 @@ import cutlass.cute as cute
 import numpy as np
 import pytest
 import torch
-from cuda_graphs import captured
 from cutlass import Int32
 from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
@@ -26,8 +24,6 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.primitives.divisor import Divisor
 from fa3.problem import Problem, Window
-from fa3.running import counters
-from fa3.running.counters import FEWEST
 from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, TileOrder, walk
 from fa3.schedules.order import KernelOrder
 
@@ -219,27 +215,6 @@ def test_whoever_comes_first_the_bits_are_the_same(head_dim, schedule, device):
     for _ in range(200):
         again, lse_again = attend(q, k, v, CAUSAL, plan=plan)
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
-
-
-def test_graphs_keep_their_counters(monkeypatch, device):
-    """Whatever is captured and allocated after them."""
-    monkeypatch.setattr(counters, "RESERVE", FEWEST)
-    monkeypatch.setattr(counters, "RESERVES", {})
-    problem = make_problem(1, 1500, 3000, 2, 4, 128, CAUSAL)
-    q, k, v = make_operands(problem, device=device)
-    plan = plan_of(problem, "split")
-    expected, expected_lse = attend(q, k, v, CAUSAL, plan=plan)
-    kept = []
-    for _ in range(20):
-        attend(q, k, v, CAUSAL, plan=plan)
-        graph, result = captured(lambda: attend(q, k, v, CAUSAL, plan=plan))
-        others = torch.full((FEWEST,), 12345, dtype=torch.int32, device=device)
-        kept.append((graph, *result, others))
-    for graph, out, lse, others in kept:
-        out.fill_(math.nan)
-        graph.replay()
-        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-        assert (others == 12345).all()
 
 
 def test_a_tile_order_cannot_be_copied_during_a_capture(device):

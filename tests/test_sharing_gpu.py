@@ -10,7 +10,7 @@ from problems import make_operands, make_problem
 from reference import check_attention
 
 import fa3
-from fa3.calls.forward import prepare_forward, prepare_plan, values_of_dense
+from fa3.calls.forward import prepare_forward
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.running import counters, graphs
@@ -62,27 +62,6 @@ def test_threads_on_one_stream(num_threads, device):
 
     with ThreadPoolExecutor(num_threads) as pool:
         assert list(pool.map(work, range(num_threads))) == [0] * num_threads
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_interruption_between_launches_leaves_nothing_behind(error, device, monkeypatch):
-    q, k, v, plan = failing_call(device)
-    expected, _ = attend(q, k, v, plan)
-    ordinary = ordinary_call(device, 1)
-    expected_ordinary, _ = attend(*ordinary)
-    real = prepare_plan(plan, q.device)
-    lse = q.new_empty(1, 8, 4096, dtype=torch.float32)
-
-    def interrupt(*arguments):
-        raise error("between two launches")
-
-    first, (_, arguments_of) = real.kernels
-    broken = real._replace(kernels=(first, (interrupt, arguments_of)))
-    for _ in range(3):
-        with pytest.raises(error):
-            broken.run(values_of_dense(q, k, v, torch.empty_like(q), lse, None, 128**-0.5))
-        assert torch.equal(attend(*ordinary)[0], expected_ordinary)
-        assert torch.equal(attend(q, k, v, plan)[0], expected)
 
 
 def test_a_new_shape_does_not_wait_for_the_gpu(device):

@@ -207,14 +207,6 @@ def test_of_equal_lengths_few_may_be_used():
     assert choose_route(signature_of(has_used_q=True), of_call).most_queries == 32
 
 
-def test_a_short_sequence_has_few_rows():
-    for ratio in range(1, 300):
-        most = signature_of(ratio, 1).short_limit
-        assert 1 <= most <= routes.ROWS
-        assert most == 1 or most * ratio <= routes.MOST_SHORT_ROWS
-        assert most == routes.ROWS or (most + 1) * ratio > routes.MOST_SHORT_ROWS
-
-
 CHUNK = PackedSizes(1, 8, 512, 1 << 15, 512, 1 << 15)
 
 FEW_TILES = {

@@ -104,21 +104,20 @@ def test_whole_tiles_stay_whole_where_they_come_out_even():
     assert schedule.num_slots == 0
 
 
-@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(3000, 20)])
-def test_parts_merge_to_attention(window):
+@pytest.mark.parametrize(
+    ("window", "config"),
+    [
+        *((window, None) for window in (Window(), Window(right=0), Window(3000, 20))),
+        (Window(right=0), ForwardConfig(128, 128, cluster_m=2)),
+        (Window(right=0), ForwardConfig(128, 128, cluster_h=2)),
+    ],
+    ids=str,
+)
+def test_parts_merge_to_attention(window, config):
     problem = make_problem(1, 300, 4000, 1, 2, 64, window)
     q, k, v = make_operands(problem)
-    plan = plan_forward(problem, config=choose_config(problem, H200), schedule="split")
+    config = config or choose_config(problem, H200)
+    plan = plan_forward(problem, config=config, schedule="split")
     assert plan.schedule.num_slots > 0
     out, lse = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, plan=plan)
     check_attention(out, lse, q, k, v, window=window)
-
-
-@pytest.mark.parametrize("cluster", [{"cluster_m": 2}, {"cluster_h": 2}], ids=str)
-def test_parts_of_clusters_merge_to_attention(cluster):
-    problem = make_problem(1, 300, 4000, 1, 2, 64, Window(right=0))
-    q, k, v = make_operands(problem)
-    plan = plan_forward(problem, config=ForwardConfig(128, 128, **cluster), schedule="split")
-    assert plan.schedule.num_slots > 0
-    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, plan=plan)
-    check_attention(out, lse, q, k, v, window=Window(right=0))

@@ -7,6 +7,7 @@ calls of aten's operators and `varlen_attn` then go through the dispatcher and a
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import pairs
 from torch.nn import attention as torch_attention
 
 import fa3
@@ -75,17 +76,26 @@ def test_an_argument_of_a_later_torch_is_for_its_kernel():
     assert stock.called == [name, name]
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_forward_and_backward_through_the_dispatcher(stock, transposed, is_causal):
+@pairs(transposed=[True, False], is_causal=[True, False], dropout_p=[0.0, 0.3])
+def test_forward_and_backward_through_the_dispatcher(stock, transposed, is_causal, dropout_p):
+    """What the forward pass drew, the backward pass draws again."""
     q, k, v = (x.requires_grad_() for x in heads_first(transposed=transposed))
-    out, lse, _, _, max_q, max_k, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, is_causal, scale=0.2
+    torch.manual_seed(3)
+    state = draw_rng_state(q.device)
+    torch.manual_seed(3)
+    out, lse, _, _, max_q, max_k, words, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p, is_causal, scale=0.2
     )
     assert (max_q, max_k) == (40, 40)
     assert out.stride() == torch.empty_like(q).stride()
     inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    expected, expected_lse = fa3.flash_attn_func(*inputs, 0.2, is_causal, return_lse=True)
+    options = {}
+    if dropout_p:
+        assert words.dtype == torch.int64 and words[0] == state
+        options = {"dropout_p": dropout_p, "rng_state": state}
+    expected, expected_lse = fa3.flash_attn_func(
+        *inputs, 0.2, is_causal, return_lse=True, **options
+    )
     assert torch.equal(out.transpose(1, 2), expected)
     assert torch.equal(lse, expected_lse)
     d_out = torch.randn_like(expected)
@@ -112,24 +122,6 @@ def test_what_fa3_does_not_compute_goes_to_the_stock_kernel(stock):
     call(q, k, v, scale=0.0)
     call(q, k, v, scale=-1.0)
     assert stock.called == 8 * ["_scaled_dot_product_flash_attention"]
-
-
-def test_dropout(stock):
-    """What the forward pass drew, the backward pass draws again."""
-    q, k, v = (x.requires_grad_() for x in heads_first())
-    torch.manual_seed(3)
-    state = draw_rng_state(q.device)
-    torch.manual_seed(3)
-    out, *_, words, _, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.3, True)
-    assert words.dtype == torch.int64 and words[0] == state
-    inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    expected = fa3.flash_attn_func(*inputs, causal=True, dropout_p=0.3, rng_state=state)
-    assert torch.equal(out.transpose(1, 2), expected)
-    d_out = torch.randn_like(expected)
-    found = torch.autograd.grad(out, (q, k, v), d_out.transpose(1, 2))
-    wanted = torch.autograd.grad(expected, inputs, d_out)
-    assert all(torch.equal(x.transpose(1, 2), y) for x, y in zip(found, wanted, strict=True))
-    assert not stock.called
 
 
 def test_what_torch_drew_is_differentiated_by_its_kernel(stock):

@@ -48,18 +48,6 @@ USED = replace(RAGGED, used_q=(70, 9, 0, 100), used_k=(10, -1, 3, 999), spare=5)
 # ---------------------------------------------------------------------------------- arguments
 
 
-def test_arguments_that_go_by_two_names():
-    call = make_call(RAGGED)
-    with_sinks = call | {"sinks": torch.zeros(4)}
-    out = flash_attn_varlen_func(**call, s_aux=torch.zeros(4))
-    assert torch.equal(out, flash_attn_varlen_func(**with_sinks))
-    call |= {"q": call["q"][:5], **dict.fromkeys("kv", torch.randn(3, 16, 2, 64).bfloat16())}
-    call |= {"cu_seqlens_q": integers(0, 3, 5), "cu_seqlens_k": None, "seqused_k": integers(3, 20)}
-    table = integers(0, 1, 2, 0).view(2, 2)
-    out = flash_attn_varlen_func(**call, block_table=table)
-    assert torch.equal(out, flash_attn_varlen_func(**call, page_table=table))
-
-
 def on_gpu(call: dict) -> dict:
     """Return the call with its integer tensors said to be on a GPU."""
     return {

@@ -32,10 +32,8 @@ from fa3.planning.routes import (
     suits_shared_tiles,
 )
 from fa3.planning.tilings import TILINGS
-from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules.ragged import RaggedOrder
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -180,15 +178,6 @@ def test_every_head_size_has_a_tiling_of_two_halves(tiling):
 
 
 # -------------------------------------------------------------------------------------- tables
-
-
-@pytest.mark.parametrize("rows_of_section", [1, 50, 10**6])
-@pytest.mark.parametrize("heads_of_key", [1, 4])
-def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_section):
-    """Where rows are marked by the sequence's number and the head, as the second launch reads."""
-    order = RaggedOrder.of(None, PlainDivisor(12), heads_of_key, rows_of_section)
-    for seqlen_k in (0, 7, 400):
-        assert [order.place(head, 1, seqlen_k) for head in range(12)] == [(h, 0) for h in range(12)]
 
 
 # ------------------------------------------------------------------------------------- on a GPU

@@ -1,12 +1,9 @@
 """Warming up: which kernels a model can need, and that they are on disk afterwards."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -362,39 +359,6 @@ def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys
     assert str(fa3.warmup((2, 1), 64, dry_run=True)).splitlines() == [
         *(f"on disk     {describe_kernel(kernel)}" for kernel in SMALL),
         "2 kernels: 2 on disk, 0 to compile",
-    ]
-
-
-@pytest.mark.compiles
-def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
-    """As a terminal does it: the signal comes while processes compile."""
-    options = ("--heads", "8,2", "--head-dim", "64", "--calls", "cache", "--processes", "2")
-    command = subprocess.Popen(
-        [sys.executable, "-m", "fa3", "compile", *options],
-        cwd=Path(fa3.__file__).parents[1],
-        env=os.environ | {"FA3_CACHE_DIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts what it runs in the background without this signal.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    workers = []
-    while len(workers) < 2 and command.poll() is None:
-        time.sleep(0.1)
-        workers = children_of(command.pid)
-    command.send_signal(signal.SIGINT)
-    _, printed = command.communicate(timeout=60)
-    assert command.returncode == 130 and printed.endswith("fa3: interrupted\n")
-    assert "Traceback" not in printed
-    assert len(workers) == 2 and not any(Path("/proc", worker).exists() for worker in workers)
-
-
-def children_of(pid: int) -> list[str]:
-    """The processes that a process has started."""
-    return [
-        child
-        for task in Path(f"/proc/{pid}/task").glob("*")
-        for child in (task / "children").read_text().split()
     ]
 
 
