@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import cutlass.cute as cute
 import pytest
 import torch
+from gpu_checks import check_sanitized
 from gradients import check_gradients, sums_in_float64, without_empty_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs, places
 from problems import make_operands, make_problem, poisoned_allocations, problems
-from sanitizer import check_sanitized
 from score_problems import RECIPES_WITH_GRADIENTS, Recipe, modify, random_dense
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint

@@ -7,10 +7,9 @@ import random
 
 import pytest
 import torch
-from cuda_graphs import captured
-from gradients import check_gradients
+from gpu_checks import captured
+from gradients import check_gradients, check_varlen_gradients
 from problems import make_operands, make_problem, poisoned_allocations
-from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, make_call
 
 import fa3

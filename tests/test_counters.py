@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from free_counters import used_counters
+from gpu_checks import used_counters
 
 from fa3.running import counters, graphs
 from fa3.running.counters import FEWEST, MOST_STREAMS, RESERVE, Reserve, counters_of

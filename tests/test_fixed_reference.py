@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_graphs import captured
-from free_counters import used_counters
+from gpu_checks import captured, used_counters
 from pairs import pairs
 from problems import attend, make_operands, make_problem
 from reference import check_attention, dense

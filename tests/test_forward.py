@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_graphs import captured
+from gpu_checks import TOOLS, captured, check_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs, places
 from problems import attend, make_operands, make_problem, problems, run_plan
 from reference import check_attention
-from sanitizer import TOOLS, check_sanitized
 from score_problems import Recipe
 
 import fa3

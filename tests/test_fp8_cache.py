@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call, random_problem
-from kvcache_reference import Expected, expected
 from machine_code import check_ptxas_log, inspect
 from problems import poisoned_allocations
-from reference import FLOOR, largest_difference
+from reference import FLOOR, Expected, expected, largest_difference
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import scales as scales_of_calls

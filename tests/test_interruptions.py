@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from free_counters import used_counters
+from gpu_checks import used_counters
 
 import fa3
 from fa3.calls import launcher

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_graphs import captured
+from gpu_checks import captured
 from kvcache_problems import CacheProblem, make_call
-from kvcache_reference import as_bits, check_call
 from pairs import combine, pairs
 from problems import DTYPES, poisoned_allocations
-from reference import dense
+from reference import as_bits, check_call, dense
 from test_kvcache_results import MODES, assert_same_bits, check, run
 from valid_calls import changed
 from varlen_problems import integers

@@ -9,9 +9,9 @@ import pytest
 import torch
 from invalid_arguments import WRONG_VALUES
 from kvcache_problems import CacheProblem, make_call, random_problem
-from kvcache_reference import as_bits, check_call
 from pairs import pairs, places
 from problems import poisoned_allocations
+from reference import as_bits, check_call
 from valid_calls import INDEXED, PAGED, PLAIN, RAGGED, OnGpu, changed
 from varlen_problems import integers
 

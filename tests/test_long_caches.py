@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_segments import HostLengths, segments
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
+from test_split import HostLengths, segments
 
 from fa3.calls import combine, decode, kvcache, launcher
 from fa3.calls.call import AttentionCall, check_tensors

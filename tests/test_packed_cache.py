@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_segments import records
 from pairs import places
 from problems import poisoned_allocations
 from reference import check_attention
+from test_split import records
 from varlen_problems import VarlenProblem, check_call, note_attending, on_cache, random_problem
 
 import fa3

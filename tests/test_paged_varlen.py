@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_graphs import captured
+from gpu_checks import captured
 from pairs import pairs, places
 from score_problems import Documents, Recipe, RelativeBias
 from varlen_problems import (

@@ -9,12 +9,11 @@ import emulated_cta
 import numpy as np
 import pytest
 import torch
-from cuda_graphs import captured
-from free_counters import used_counters
-from host_table import TableKind, records_of
+from gpu_checks import captured, used_counters
 from machine_code import inspect
 from problems import poisoned_allocations
 from score_problems import Recipe
+from test_tile_table import TableKind, records_of
 from varlen_problems import (
     WRONG_ENDS,
     VarlenProblem,

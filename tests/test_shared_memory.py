@@ -8,7 +8,7 @@ import pytest
 import torch
 from full_calls import CALLS
 from kvcache_problems import CacheProblem, make_call
-from kvcache_reference import check_call
+from reference import check_call
 
 import fa3
 from fa3.calls.overlap import Layout, overlaps_itself, share

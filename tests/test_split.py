@@ -1,15 +1,15 @@
 """Every key block exactly once, in pieces of equal size, with parts where the merge looks."""
 
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from decode_segments import HostLengths, records, segments
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
-from kvcache_reference import check_call
+from reference import check_call
 from valid_calls import OnGpu
 
 from fa3.calls import assertions as calls_assertions
@@ -18,14 +18,18 @@ from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.planning import decode
 from fa3.problem import Window
+from fa3.schedules import stream_k
+from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.stream_k import (
     ONE_IDLE_IN,
     CtaGroups,
+    Cut,
     FixedSplit,
     NoSplit,
     StreamK,
     walks,
 )
+from fa3.scores.masks import Blocks
 
 
 @st.composite
@@ -315,3 +319,49 @@ def test_a_forced_split_is_kept_in_the_batch_invariant_mode():
     forced = decode.choose_cut(sizes, Window(), 132, 3, True)
     assert forced == decode.choose_cut(sizes, Window(), 132, 3, False)
     assert forced != decode.choose_cut(sizes, Window(), 132, 0, True)
+
+
+# -------------------------------------------------------- segments from the key blocks of sequences
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """Lengths of sequences as `Walk` takes them, in lists."""
+
+    ranges: Sequence[tuple[int, int]]  # key blocks [begin, end) that a sequence's queries touch
+    # Row blocks of a head of each sequence, or 0; None if all have equally many.
+    of_rows: Sequence[int] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.ranges)
+
+    def read(self, batch: int) -> tuple[int, ...]:
+        rows = () if self.of_rows is None else (self.of_rows[batch],)
+        return *self.ranges[batch], *rows
+
+    def blocks(self, length: tuple[int, ...]) -> Blocks:
+        begin, end, *_ = length
+        return Blocks(begin, begin, begin, end)
+
+    def num_blocks(self, length: tuple[int, ...]) -> int:
+        begin, end, *_ = length
+        return end - begin
+
+    def m_blocks(self, length: tuple[int, ...]) -> int | None:
+        _, _, *rows = length
+        return rows[0] if rows else None
+
+
+def segments(cut: Cut, blocks, *sizes: int, of_rows=None) -> Iterator[tuple[int, Segment]]:
+    """Yield (CTA, segment); `sizes` are row blocks of a head, heads and CTAs."""
+    yield from stream_k.segments(cut, HostLengths(blocks, of_rows), *sizes)
+
+
+def records(cut: Cut, blocks, *sizes: int, of_rows=None) -> Iterator[tuple[int, Tile, range]]:
+    """Yield (record, tile, slots to merge in this order) for every tile that is cut into parts."""
+    for _, segment in segments(cut, blocks, *sizes, of_rows=of_rows):
+        part, (first, _) = segment.part, blocks[segment.tile.batch]
+        if segment.begin == first and part.num_parts > 1:
+            slots = range(part.first_slot, part.first_slot + part.num_parts)
+            yield part.record, segment.tile, slots

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from free_counters import used_counters
+from gpu_checks import used_counters
 from pairs import places
 from problems import make_problem
 from score_problems import Recipe

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_graphs import captured
+from gpu_checks import captured
+from gradients import check_varlen_gradients
 from pairs import places
 from score_problems import Recipe
-from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
 import fa3

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from free_counters import used_counters
+from gpu_checks import used_counters
 from pairs import pairs
 from varlen_problems import (
     WRONG_ENDS,

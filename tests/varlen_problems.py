@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from cuda_graphs import captured
-from free_counters import used_counters
+from gpu_checks import captured, used_counters
 from problems import DTYPES, poisoned_allocations
 from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
