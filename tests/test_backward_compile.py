@@ -338,20 +338,17 @@ def write_masks(
 WINDOWS = (Window(), Window(right=0), Window(60, 20), Window(left=70), Window(right=150))
 
 
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("head_dim", "window"),
-    [(64, WINDOWS[2]), (64, WINDOWS[3]), (192, WINDOWS[0]), (256, WINDOWS[1])],
-)
-def test_query_blocks_and_masks(head_dim, window):
-    """Every visible pair is in a block that is touched; and scores of blocks without a mask, and
-    those that a mask leaves, are visible, but for queries that are none."""
-    spec = replace(spec_of(head_dim, "full", head_dim_v=min(head_dim, 128)), mask=Band.of(window))
-    kernel = Backward(spec, choose_backward_config(spec), Dynamic)
+def masks_of(kernel: Backward, window: Window, lengths, unused: int = 0):
+    """Yield for sequences of these lengths: query blocks of key tiles, which scores a mask leaves
+    and which are visible, (queries, keys), and which rows are queries.
+
+    Args:
+        unused: tiles after the last key.
+    """
     tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
     run = None
-    for seqlen_q, seqlen_k in ((1, 1), (64, 128), (63, 300), (300, 63), (257, 257), (130, 400)):
-        num_tiles, num_blocks = -(-seqlen_k // tile_n), -(-seqlen_q // tile_m)
+    for seqlen_q, seqlen_k in lengths:
+        num_tiles, num_blocks = -(-seqlen_k // tile_n) + unused, max(1, -(-seqlen_q // tile_m))
         blocks = torch.full((num_tiles, 4), -1, dtype=torch.int32)
         hidden = torch.zeros(tile_n * tile_m, num_blocks, num_tiles, dtype=torch.int32)
         sizes = tuple(map(Int32, (seqlen_q, seqlen_k, *window)))
@@ -365,15 +362,31 @@ def test_query_blocks_and_masks(head_dim, window):
         left = hidden.view(tile_n, tile_m, num_blocks, num_tiles).permute(2, 1, 3, 0)
         # Each score has one thread.
         assert ((left == 1) | (left == 2)).all()
-        left = (left == 1).reshape(seen.shape)
+        yield blocks, (left == 1).reshape(seen.shape), seen, is_query
+        check_order(blocks, seen, tile_m, tile_n)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("head_dim", "window"),
+    [(64, WINDOWS[2]), (64, WINDOWS[3]), (192, WINDOWS[0]), (256, WINDOWS[1])],
+)
+def test_query_blocks_and_masks(head_dim, window):
+    """Every visible pair is in a block that is touched; and scores of blocks without a mask, and
+    those that a mask leaves, are visible, but for queries that are none."""
+    spec = replace(spec_of(head_dim, "full", head_dim_v=min(head_dim, 128)), mask=Band.of(window))
+    kernel = Backward(spec, choose_backward_config(spec), Dynamic)
+    tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
+    lengths = ((1, 1), (64, 128), (63, 300), (300, 63), (257, 257), (130, 400))
+    for blocks, left, seen, is_query in masks_of(kernel, window, lengths):
         assert torch.equal(left[is_query], seen[is_query])
         for n_block, (begin, full_begin, full_end, end) in enumerate(blocks.tolist()):
-            assert 0 <= begin <= full_begin <= full_end <= end <= num_blocks and begin < end
+            assert 0 <= begin <= full_begin <= full_end <= end <= len(seen) // tile_m
+            assert begin < end
             of_tile = seen[:, n_block * tile_n : (n_block + 1) * tile_n]
             assert not of_tile[: begin * tile_m].any() and not of_tile[end * tile_m :].any()
             full = slice(full_begin * tile_m, full_end * tile_m)
             assert of_tile[full][is_query[full]].all()
-        check_order(blocks, seen, tile_m, tile_n)
 
 
 def check_order(blocks: torch.Tensor, seen: torch.Tensor, tile_m: int, tile_n: int) -> None:
@@ -394,24 +407,12 @@ def check_order(blocks: torch.Tensor, seen: torch.Tensor, tile_m: int, tile_n: i
 @pytest.mark.compiles
 def test_key_tiles_that_are_not_used():
     """Of packed sequences such tiles walk one block, all of it masked."""
-    window = WINDOWS[2]
+    window, unused = WINDOWS[2], 3
     spec = replace(spec_of(128, "full"), mask=Band.of(window))
     kernel = Backward(spec, choose_backward_config(spec), RaggedKeyTiles)
-    tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
-    run = None
-    for seqlen_q, seqlen_k in ((300, 0), (0, 100), (300, 129), (64, 128), (1000, 300), (100, 500)):
-        used, num_blocks = -(-seqlen_k // tile_n), max(1, -(-seqlen_q // tile_m))
-        blocks = torch.full((used + 3, 4), -1, dtype=torch.int32)
-        hidden = torch.zeros(tile_n * tile_m, num_blocks, used + 3, dtype=torch.int32)
-        sizes = tuple(map(Int32, (seqlen_q, seqlen_k, *window)))
-        tensors = [from_dlpack(x).mark_layout_dynamic(x.ndim - 1) for x in (blocks, hidden)]
-        run = run or cute.compile(write_masks, *tensors, kernel, sizes, options=OPTIONS)
-        run(*tensors, sizes)
-        for begin, full_begin, full_end, end in blocks[used:].tolist():
-            assert 0 <= begin < end == begin + 1 <= num_blocks and full_begin == full_end == end
-        rows = torch.arange(num_blocks * tile_m) < seqlen_q
-        seen = torch.zeros(len(rows), len(blocks) * tile_n, dtype=torch.bool)
-        seen[:seqlen_q, :seqlen_k] = visible(seqlen_q, seqlen_k, window)
-        left = hidden.view(tile_n, tile_m, num_blocks, -1).permute(2, 1, 3, 0) == 1
-        assert torch.equal(left.reshape(seen.shape)[rows], seen[rows])
-        check_order(blocks, seen, tile_m, tile_n)
+    lengths = ((300, 0), (0, 100), (300, 129), (64, 128), (1000, 300), (100, 500))
+    for blocks, left, seen, is_query in masks_of(kernel, window, lengths, unused):
+        assert torch.equal(left[is_query], seen[is_query])
+        for begin, full_begin, full_end, end in blocks[-unused:].tolist():
+            assert 0 <= begin < end == begin + 1 <= len(seen) // kernel.config.tile_m
+            assert full_begin == full_end == end

@@ -10,9 +10,7 @@ import torch
 from score_problems import NOTHING, Gate, Modifiers, Span, modifiers_of
 
 import fa3
-from fa3.calls import call as calls
-from fa3.calls.forward import prepare_forward
-from fa3.calls.modifiers import ModifierSpec, structure_of
+from fa3.calls.modifiers import ModifierSpec
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -54,28 +52,6 @@ def test_scores_come_in_a_fixed_order_with_their_tensors():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_are_of_either_dtype(dtype):
     assert modifiers(sinks=torch.zeros(HEADS, dtype=dtype)).structure.sinks == str(dtype)[6:]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "behind"),
-    [
-        ({}, False),
-        ({"causal": True}, True),
-        ({"window_size": (5, 0)}, True),
-        ({"window_size": (5, 3)}, False),
-        ({"window_size": (5, 3), "causal": False}, False),
-        ({"window_size": (5, -1), "causal": True}, True),
-    ],
-)
-def test_alibi_knows_when_no_key_lies_ahead(arguments, behind, monkeypatch):
-    """With |distance| left out, keys ahead of a query would be favoured."""
-    seen = []
-
-    prepare_forward.cache_clear()
-    monkeypatch.setattr(calls, "structure_of", lambda *g: seen.append(g[-1]) or structure_of(*g))
-    q, k, v = operands()
-    fa3.flash_attn_func(q, k, v, alibi_slopes=torch.rand(HEADS), **arguments)
-    assert seen == [behind]
 
 
 # ---------------------------------------------------------------------------------- bad input

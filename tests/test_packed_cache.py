@@ -7,18 +7,16 @@ import pytest
 import torch
 from pairs import places
 from problems import poisoned_allocations
-from reference import check_attention
 from test_split import records
 from varlen_problems import VarlenProblem, check_call, note_attending, on_cache, random_problem
 
 import fa3
 from fa3.calls import kvcache, operands, overlap
-from fa3.calls import values as values_of_calls
 from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H200
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import AttentionSpec, Problem, Window
+from fa3.problem import AttentionSpec, Problem
 from fa3.scores.masks import Band
 
 FAMILIES = 10
@@ -113,37 +111,6 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatc
     assert plan.memory.cleared == plan.workspace.numbers_of_records > 0
     # Elsewhere every record has a CTA that writes it.
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
-
-
-@pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)
-def test_a_sequence_with_more_queries_than_there_may_be_is_left_out(options, where):
-    """The forward kernel may have it. Its cache is not looked at."""
-    torch.manual_seed(0)
-    queries, short, lengths = (3, 40, 0, 5, 6, 1), 5, (70, 200, 9, 0, 300, 300)
-    ends = torch.tensor([0, *queries]).cumsum(0).int().to(where)
-    q = torch.randn(sum(queries), 4, 64, device=where).bfloat16()
-    k, v = torch.randn(2, len(queries), 300, 2, 64, device=where).bfloat16()
-    for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
-        is_out = count > short or not count
-        k[sequence, 0 if is_out else length :] = torch.nan
-        v[sequence, 0 if is_out else length :] = torch.nan
-    call = {
-        "k_cache": k, "v_cache": v, "cu_seqlens_q": ends, "max_seqlen_q": short,
-        "cache_seqlens": torch.tensor(lengths).int().to(where), "causal": True, **options,
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
-        patch.setattr(values_of_calls, "check_lengths", lambda *_: None)
-        out, lse = fa3.flash_attn_with_kvcache(q, **call, return_lse=True)
-    for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
-        rows = slice(*ends[sequence : sequence + 2].tolist())
-        if count > short:
-            assert out[rows].isnan().all() and lse[:, rows].isnan().all()
-        else:
-            keys, values = (cache[sequence : sequence + 1, :length] for cache in (k, v))
-            check_attention(
-                out[None, rows], lse[None, :, rows], q[None, rows], keys, values,
-                window=Window(right=0),
-            )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

@@ -9,14 +9,16 @@ import emulated_cta
 import numpy as np
 import pytest
 import torch
-from gpu_checks import captured, used_counters
+from gpu_checks import used_counters
 from machine_code import inspect
 from problems import poisoned_allocations
 from score_problems import Recipe
 from test_tile_table import TableKind, records_of
 from varlen_problems import (
+    LENGTHS_OF_GRAPHS,
     WRONG_ENDS,
     VarlenProblem,
+    check_graph,
     check_varlen,
     check_wrong_ends,
     integers,
@@ -472,32 +474,12 @@ def test_wrong_lengths_of_a_cache_touch_nothing_outside(ends, keys, splitting, d
 
 
 def test_a_graph_serves_other_lengths(splitting, device):
-    """On pages, with sequences that decode, and without."""
+    """With sequences that decode, and without any rows."""
     lengths = (
         ((300, 5, 300), (9000, 0, 5000)), ((605, 0, 0), (14000, 0, 0)),
         ((1, 4, 600), (1, 13_999, 0)), ((0, 250, 100), (50, 200, 13_000)), ((0, 0, 0), (0, 0, 0)),
     )  # fmt: skip
     problems = [VarlenProblem(*of_both, group=8, head_dim=128, causal=True) for of_both in lengths]
-    packed = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
-    for call in packed:
-        call["q"] = torch.cat((call["q"], call["q"].new_zeros(605 - len(call["q"]), 8, 128)))
-    calls = [
-        on_pages(problem, call, 16, 14_000) for problem, call in zip(problems, packed, strict=True)
-    ]
-    pages = max(len(call["k"]) for call in calls)
-    names = "q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table"
-    for call in calls:
-        for name in "kv":
-            more = pages - len(call[name])
-            call[name] = torch.cat((call[name], call[name].new_zeros(more, *call[name].shape[1:])))
-    values = [{name: call[name].clone() for name in names} for call in calls]
-    call = calls[0] | {"max_seqlen_q": 605, "max_seqlen_k": 14_000}
-    fa3.flash_attn_varlen_func(**call)
-    graph, (out, lse) = captured(lambda: fa3.flash_attn_varlen_func(**call, return_lse=True))
-    assert len(splitting) == 2
-    for problem, of_packed, tensors in zip(problems, packed, values, strict=True):
-        for name, tensor in tensors.items():
-            call[name].copy_(tensor)
-        graph.replay()
-        check_varlen(problem, of_packed, out, lse)
-    assert not used_counters()
+    options = {"max_seqlen_q": 605, "max_seqlen_k": 14_000}
+    check_graph(problems, device, names=LENGTHS_OF_GRAPHS, **options)
+    assert len(splitting) == 2 and not used_counters()

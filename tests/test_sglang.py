@@ -3,8 +3,6 @@
 Where SGLang is installed a test compares the arguments with its sources.
 """
 
-import ast
-import importlib.util
 import inspect
 import re
 import sys
@@ -18,8 +16,6 @@ import fa3
 
 HEADS, HEADS_KV, HEAD_DIM, CAPACITY = 4, 2, 32, 96
 DOCUMENT = Path(__file__).parents[1] / "docs" / "engines.md"
-SGLANG = importlib.util.find_spec("sglang")
-
 # -------------------------------------------------------------------- what stands for SGLang 0.5.23
 
 ARGUMENTS = {
@@ -212,23 +208,3 @@ def test_what_is_refused(modules):
     ):
         with pytest.raises(kind, match=f"^{complaint}"):
             requests.attend(**given)
-
-
-@pytest.mark.skipif(SGLANG is None, reason="SGLang is not installed")
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_arguments_are_sglang_s(name):
-    """Its file is read, not run: it asks for a GPU."""
-    (folder,) = SGLANG.submodule_search_locations
-    path = Path(folder, *PLACE.split(".")[1:]).with_suffix(".py")
-    functions = {
-        node.name: node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert "_load_fa3_kernels" in functions
-    arguments = functions[name].args
-    for argument in arguments.args:
-        argument.annotation = None
-    assert ast.unparse(arguments) == ast.unparse(
-        ast.parse(f"lambda {ARGUMENTS[name]}: 0").body[0].value.args
-    )

@@ -287,26 +287,6 @@ def test_graphs_of_many_calls_replayed_many_times(device):
     assert not used_counters()
 
 
-def test_two_graphs_and_eager_calls_side_by_side(device):
-    calls = [make_call(problem_of(seed), seed, device) for seed in range(20)]
-    expected = [run(call) for call in calls]
-    replayed = []
-    for _ in range(2):
-        graph, results = captured(lambda: [run(call) for call in calls])
-        replayed.append((graph, results, torch.cuda.Stream()))
-    torch.cuda.synchronize()
-    for _ in range(100):
-        for graph, _, stream in replayed:
-            with torch.cuda.stream(stream):
-                graph.replay()
-        eager = [run(call) for call in calls[:5]]
-    torch.cuda.synchronize()
-    assert all(map(same, eager, expected[:5]))
-    for _, results, _ in replayed:
-        assert all(map(same, results, expected))
-    assert not used_counters()
-
-
 @pytest.mark.timeout(600)
 def test_threads_and_streams(device):
     calls = [make_call(problem_of(seed), seed, device) for seed in SEEDS]
