@@ -20,7 +20,6 @@ from fa3.calls.call import AttentionCall, describe_tensors
 from fa3.calls.combine import prepare_combine
 from fa3.calls.decode import plan_decode
 from fa3.calls.forward import prepare_forward
-from fa3.calls.operands import Operand
 from fa3.calls.options import DENSE, PACKED, Options
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.gpu import GPUS
@@ -135,9 +134,6 @@ def test_a_kernel_with_both_kinds_of_row_max_says_which_one_a_call_uses(seqlen, 
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
-    def operand(*shape: int) -> Operand:
-        return Operand(shape, (), torch.bfloat16, torch.device("cpu"))
-
     pages = operand(3, 4096 // page_size) if page_size else None
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None

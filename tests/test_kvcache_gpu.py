@@ -213,67 +213,36 @@ def test_rows_of_a_merge_that_many_groups_share(device):
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_cuda_graph_goes_on_while_lengths_grow(page_size, mode, device):
-    """Captured once at lengths 0 and 1; sequences grow to the end of the cache, end and restart."""
+    """Captured once; sequences grow to the end of the cache, and begin anew."""
+    new = 13
     problem = CacheProblem(
-        (0, 1, 0, 1), counts=(1, 1, 1, 1), heads_kv=2, group=4, page_size=page_size, room=639,
+        (0, 1, 300, 600), counts=(new,) * 4, heads_kv=2, group=4, page_size=page_size, room=39,
         head_dim=128, causal=True, rotary=(128, True, "bfloat16"),
     )  # fmt: skip
-    call = make_call(problem, device=device)
+    call, names = make_call(problem, device=device), ("k_cache", "v_cache")
     if page_size is not None:
-        table = call["page_table"]
-        pages, columns = table.numel(), table.shape[1]
-        for name in ("k_cache", "v_cache"):
-            call[name] = call[name].new_full((pages, *call[name].shape[1:]), torch.nan)
-            call[name][:, 0] = 0.5
-        call["page_table"] = (
-            torch.randperm(pages, device=device).to(torch.int32).view(4, columns).contiguous()
-        )
+        pages = call["page_table"].numel()
+        table = torch.randperm(pages, device=device).view(4, -1)
+        call["page_table"] = table.to(torch.int32)
+        for name in names:
+            call[name] = torch.randn(pages, page_size, 2, 128, device=device).bfloat16()
     options = MODES[mode] | {"return_lse": True}
-    reference = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
-    warm = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
-    flash_attn_with_kvcache(**warm, **options)
+    flash_attn_with_kvcache(**call, **options)
     graph, (out, lse) = captured(lambda: flash_attn_with_kvcache(**call, **options))
-    generator = torch.Generator(device).manual_seed(1)
-    for step in range(0, 640, 13):
-        jump = step % 39 == 0
-        if jump:
-            # Three sequences go far ahead, with new tokens up to there; the last begins anew.
-            far = [min(step + 30, problem.capacity - 1), min(step, 300), step // 2, 0]
-            far = torch.tensor(far, dtype=torch.int32, device=device)
-            call["cache_seqlens"].copy_(torch.maximum(call["cache_seqlens"], far))
-            call["cache_seqlens"][3] *= step % 2
-            fill(call, reference, generator)
+    generator, lengths = torch.Generator(device).manual_seed(1), call["cache_seqlens"]
+    for step in range(60):
         for name in ("q", "k", "v"):
             call[name].normal_(generator=generator)
+        before, eager = (call | {name: call[name].clone() for name in names} for _ in range(2))
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         graph.replay()
-        eager = reference | {name: call[name] for name in ("q", "k", "v", "cache_seqlens")}
-        before = eager | {name: eager[name].clone() for name in ("k_cache", "v_cache")}
         eager_out, eager_lse = flash_attn_with_kvcache(**eager, **options)
         assert torch.equal(out, eager_out) and torch.equal(lse, eager_lse)
-        caches = call["k_cache"], call["v_cache"]
-        for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
-            assert torch.equal(as_bits(cache), as_bits(reference[name]))
-        if jump:
-            check_call(before, out, lse, caches)
-        call["cache_seqlens"].add_(1).clamp_(max=problem.capacity - 1)
-
-
-def fill(call: dict, reference: dict, generator) -> None:
-    """Give all tokens before the sequences' lengths numbers, the same in both calls' caches."""
-    table = call.get("page_table")
-    size = call["k_cache"].shape[1]
-    for name in ("k_cache", "v_cache"):
-        for sequence, length in enumerate(call["cache_seqlens"].tolist()):
-            position = torch.arange(length, device=call[name].device)
-            rows = torch.full_like(position, sequence), position
-            if table is not None:
-                rows = table[sequence, position // size].long(), position % size
-            shape = length, *call[name].shape[2:]
-            values = torch.randn(shape, generator=generator, device=position.device)
-            call[name][rows] = values.to(call[name].dtype)
-            reference[name][rows] = call[name][rows]
+        assert all(torch.equal(as_bits(call[name]), as_bits(eager[name])) for name in names)
+        if step % 6 == 0:
+            check_call(before, out, lse, tuple(call[name] for name in names))
+        lengths.copy_((lengths + new).where(lengths + 2 * new <= problem.capacity, 0))
 
 
 def test_calls_in_a_row_wait_for_each_other(device):

@@ -8,7 +8,16 @@ import torch
 from pairs import places
 from problems import poisoned_allocations
 from test_split import records
-from varlen_problems import VarlenProblem, check_call, note_attending, on_cache, random_problem
+from varlen_problems import (
+    WRONG_ENDS,
+    VarlenProblem,
+    check_call,
+    check_wrong_ends,
+    make_call,
+    note_attending,
+    on_cache,
+    random_problem,
+)
 
 import fa3
 from fa3.calls import kvcache, operands, overlap
@@ -79,17 +88,11 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)
-@pytest.mark.parametrize("ends", [(0, 50, -(2**31), 60), (2**31 - 1, 9, 3, 70), (-9, 5, 2**30, 7)])
+@pytest.mark.parametrize("ends", WRONG_ENDS)
 def test_wrong_ends_touch_nothing_outside(ends, options, device):
-    cache = torch.ones(3, 500, 2, 64, device=device, dtype=torch.bfloat16)
-    around = torch.full((180, 4, 64), 7.0, device=device, dtype=torch.bfloat16)
-    fa3.flash_attn_with_kvcache(
-        torch.ones(60, 4, 64, device=device, dtype=torch.bfloat16), cache, cache,
-        cache_seqlens=torch.tensor([500, 30, 200], device=device).int(), max_seqlen_q=50,
-        cu_seqlens_q=torch.tensor(ends, device=device).int(), out=around[60:120], **options,
-    )  # fmt: skip
-    torch.cuda.synchronize()
-    assert (around[:60] == 7).all() and (around[120:] == 7).all()
+    problem = VarlenProblem((20,) * 3, (500, 30, 200), heads_kv=2, group=2)
+    call = on_cache(problem, make_call(problem, 0, device), None)
+    check_wrong_ends(call, ends, **options | {"max_seqlen_q": 50})
 
 
 def plan_of(is_packed: bool, **options) -> DecodePlan:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from gpu_checks import used_counters
 from machine_code import inspect
-from problems import poisoned_allocations
 from score_problems import Recipe
 from test_tile_table import TableKind, records_of
 from varlen_problems import (
     LENGTHS_OF_GRAPHS,
     WRONG_ENDS,
     VarlenProblem,
+    attend,
     check_graph,
     check_varlen,
     check_wrong_ends,
@@ -396,12 +396,6 @@ def splitting(monkeypatch) -> list:
     return found
 
 
-def run(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    function = fa3.flash_attn_with_kvcache if "k_cache" in call else fa3.flash_attn_varlen_func
-    with poisoned_allocations():
-        return function(**call, return_lse=True)
-
-
 @pytest.mark.parametrize("keys", ["packed", "cache", 16, 64], ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_results_are_those_of_dense_attention(name, keys, splitting, device):
@@ -411,14 +405,14 @@ def test_results_are_those_of_dense_attention(name, keys, splitting, device):
         given = on_cache(problem, call, None, 5000)
     elif keys != "packed":
         given = on_pages(problem, call, keys, 5000)
-    out, lse = run(given)
+    out, lse = attend(given)
     assert len(splitting) == 1
     check_varlen(problem, call, out, lse)
     untouched = unused(problem, len(out), device)
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
     # Parts are added up in their order, whichever is last.
     for _ in range(20):
-        again, again_lse = run(given)
+        again, again_lse = attend(given)
         assert torch.equal(again[~untouched], out[~untouched])
         assert torch.equal(again_lse[:, ~untouched], lse[:, ~untouched])
     assert not used_counters()
@@ -427,7 +421,7 @@ def test_results_are_those_of_dense_attention(name, keys, splitting, device):
 def test_neighbours_may_hold_anything(splitting, device):
     call = make_call(MIXED, 0, device)
     poisoned = poison(MIXED, call)
-    out, lse = run(call)
+    out, lse = attend(call)
     check_varlen(MIXED, call, out, lse, skipped=poisoned)
     assert splitting and not used_counters()
 
@@ -437,14 +431,14 @@ def test_rows_with_a_wrong_reference_are_computed_again(splitting, device):
     problem = replace(CHUNK, seqlens_q=(200,), seqlens_k=(9000,))
     call = make_call(problem, 0, device)
     call["k"][100:8000:50] *= 40
-    out, lse = run(call)
+    out, lse = attend(call)
     check_varlen(problem, call, out, lse)
     assert splitting and not used_counters()
 
 
 def test_one_split_is_none(splitting, device):
     call = make_call(MIXED, 0, device)
-    run(call | {"num_splits": 1})
+    attend(call | {"num_splits": 1})
     leaves = [call[name].requires_grad_() for name in "qkv"]
     torch.autograd.grad(fa3.flash_attn_varlen_func(**call).float().sum(), leaves)
     assert not splitting
@@ -462,15 +456,8 @@ def test_wrong_lengths_touch_nothing_outside(ends, splitting, device):
 def test_wrong_lengths_of_a_cache_touch_nothing_outside(ends, keys, splitting, device):
     problem = VarlenProblem((100,) * 3, (5000,) * 3, group=4, causal=True)
     call = on_cache(problem, make_call(problem, 0, device), 16)
-    for name in ("k_cache", "v_cache"):
-        call[name].nan_to_num_()
-    around = torch.full((900, *call["q"].shape[1:]), 7.0, device=device).to(call["q"].dtype)
-    call |= {"cu_seqlens_q": integers(*ends, device=device), "out": around[300:600]}
-    call["cache_seqlens"] = integers(*keys, device=device)
-    fa3.flash_attn_with_kvcache(**call)
-    torch.cuda.synchronize()
-    assert (around[:300] == 7).all() and (around[600:] == 7).all()
-    assert splitting and not used_counters()
+    check_wrong_ends(call, ends, cache_seqlens=integers(*keys, device=device))
+    assert splitting
 
 
 def test_a_graph_serves_other_lengths(splitting, device):

@@ -13,7 +13,7 @@ from gpu_checks import captured
 from gradients import check_varlen_gradients
 from pairs import places
 from score_problems import Recipe
-from varlen_problems import VarlenProblem, integers, make_call, random_problem
+from varlen_problems import WRONG_ENDS, VarlenProblem, integers, make_call, random_problem
 
 import fa3
 from fa3 import flash_attn_varlen_func
@@ -196,7 +196,7 @@ def test_a_graph_serves_other_lengths(device):
             torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("ends", [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9)])
+@pytest.mark.parametrize("ends", WRONG_ENDS)
 def test_wrong_lengths_end(ends, device):
     call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
     call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)

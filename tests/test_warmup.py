@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_latest import operand
 
 import fa3
 from fa3.__main__ import main
 from fa3.calls.call import MOST_FORWARD_TILES, AttentionCall
 from fa3.calls.decode import plan_decode
-from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
@@ -61,11 +61,7 @@ def of_type(kernels: list, kind: type) -> list:
 
 
 def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCall:
-    """Describe a call on the CPU; strides do not matter to what is prepared."""
-
-    def operand(*shape: int) -> Operand:
-        return Operand(shape, (), torch.bfloat16, torch.device("cpu"))
-
+    """Describe a call on the CPU."""
     return AttentionCall(
         operand(5, seqlen_q, model.heads_q, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim),

@@ -350,8 +350,12 @@ def check_wrong_ends(call: dict, ends: tuple[int, ...], **options) -> None:
     """Assert that a call whose lengths are none writes nothing outside of out."""
     device, rows = call["q"].device, len(call["q"])
     around = torch.full((3 * rows, *call["q"].shape[1:]), 7.0, device=device).to(call["q"].dtype)
-    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), integers(*ends, device=device))
-    fa3.flash_attn_varlen_func(**call | lengths | options, out=around[rows : 2 * rows])
+    function, names = fa3.flash_attn_varlen_func, ["cu_seqlens_q", "cu_seqlens_k"]
+    if "k_cache" in call:
+        function, names = fa3.flash_attn_with_kvcache, ["cu_seqlens_q"]
+        call |= {name: call[name].nan_to_num() for name in ("k_cache", "v_cache")}
+    lengths = dict.fromkeys(names, integers(*ends, device=device))
+    function(**call | lengths | options, out=around[rows : 2 * rows])
     torch.cuda.synchronize()
     assert (around[:rows] == 7).all() and (around[2 * rows :] == 7).all()
     assert not used_counters()
