@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,91 +97,14 @@ def test_any_number_of_clusters_can_be_dealt_to(num_clusters):
     check(TileList.balanced(TileOrder(num_tiles, 1, 1, 1), num_clusters, np.ones(num_tiles)))
 
 
-# ----------------------------------------------------------------------------------- clusters
+# ------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("kind", [StaticPersistent, Dynamic, LISTED, IN_PARTS], ids=str)
-@pytest.mark.parametrize(
-    ("num_clusters", "error", "complaint"),
-    [
-        (0, ValueError, "^schedule must have num_clusters from 1 .* got 0$"),
-        (-4, ValueError, "^schedule must have num_clusters from 1 .* got -4$"),
-        (
-            1 << 40,
-            ValueError,
-            r"^schedule must have num_clusters .* to \d{10} .* got 1099511627776",
-        ),
-        (4.0, TypeError, "^schedule must have an integer as its num_clusters, got 4.0"),
-        (np.int64(4), TypeError, "^schedule must have an integer as its num_clusters"),
-    ],
-)
-def test_numbers_of_clusters(kind, num_clusters, error, complaint):
-    made = kind(ORDER, num_clusters) if isinstance(kind, type) else None
-    with pytest.raises(error, match=complaint):
-        check(made or replace(kind, num_clusters=num_clusters))
-
-
-def test_sizes_of_an_order_are_integers():
-    order = replace(ORDER, heads_per_section=2.0)
-    with pytest.raises(TypeError, match=r"integer as its order.heads_per_section, got 2.0"):
-        check(StaticPersistent(order, 4))
-
-
-@pytest.mark.parametrize(
-    "field", [{"counters": torch.zeros(2, dtype=torch.int32)}, {"mailbox": Endless()}]
-)
-def test_counters_are_not_the_callers(field):
-    schedule = replace(Dynamic(ORDER, 4), **field)
-    with pytest.raises(ValueError, match=r"^schedule must have no counters and no mailbox"):
-        check(schedule)
-
-
-def test_what_is_no_schedule_is_refused():
-    with pytest.raises(TypeError, match=r"^schedule must be one of fa3.schedules, got "):
-        check(SimpleNamespace(order=ORDER, num_clusters=4))
-
-
-# ------------------------------------------------------------------------------------- tables
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "complaint"),
-    [
-        (lambda table: table.astype(np.int64), TypeError, "int32 as its table, got int64$"),
-        (lambda table: table.astype(">i4"), TypeError, "int32 as its table, got >i4$"),
-        (lambda table: table.tolist(), TypeError, "int32 as its table, got list$"),
-        (lambda table: torch.from_numpy(table), TypeError, "int32 as its table, got Tensor$"),
-        (lambda table: Endless(), TypeError, "int32 as its table, got Endless$"),
-        (lambda table: table.reshape(-1, 4), ValueError, r"flat, got shape \(.*, 4\)$"),
-        (lambda table: table[:-1], ValueError, "whole rounds, each with . numbers for each of 4"),
-        (lambda table: table[:0], ValueError, "whole rounds, .* got 0 numbers"),
-    ],
-)
-@pytest.mark.parametrize("schedule", [LISTED, IN_PARTS], ids=["listed", "in parts"])
-def test_tables(schedule, change, error, complaint):
-    with pytest.raises(error, match=f"^schedule must have a .*{complaint}"):
-        check(table_of(schedule, change))
-
-
-@pytest.mark.parametrize("schedule", ["list", "split"])
-def test_nobody_writes_to_a_table_that_was_checked(schedule):
-    """Plans share the tables that the planner remembers, and no launch checks one again."""
-    problem = make_problem(seqlen_q=700, window=Window(right=0))
-    table = plan_forward(problem, schedule=schedule).schedule.table
-    with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
-        table.flags.writeable = True
-    with pytest.raises(ValueError, match="read-only"):
-        table[0] = END
-
-
-@pytest.mark.parametrize("schedule", [LISTED, IN_PARTS], ids=["listed", "in parts"])
-def test_a_table_is_that_of_when_it_was_given(schedule):
-    given = schedule.table.copy()
-    made = replace(schedule, table=given)
-    check(made)
-    given[:] = 1 << 30
-    check(made)
-    assert made == schedule
+def with_clusters(kind, num_clusters):
+    """A schedule of this type, or like this one, for so many clusters."""
+    if isinstance(kind, type):
+        return kind(ORDER, num_clusters)
+    return replace(kind, num_clusters=num_clusters)
 
 
 def longer(table, place: int, number: int):
@@ -193,28 +117,6 @@ def longer(table, place: int, number: int):
 
 def first(number: int):
     return lambda table: np.array([number, *table[1:]], np.int32)
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda table: table[:-4], r"must have END \(-1\) after the entries of every cluster"),
-        (lambda table: longer(table, -5, table[0]), r"has entries after END \(-1\) of cluster 3$"),
-        (first(6), "has tile number 6, but its order does not have it: there are 6$"),
-        (first(-2), "has tile number -2, but its order does not have it"),
-        (first(LISTED.table[1]), r"leaves out Tile\("),
-        (
-            lambda table: longer(table, np.flatnonzero(table == END)[0], table[0]),
-            r"has Tile\(.*\) 2 times$",
-        ),
-    ],
-)
-def test_entries(change, complaint):
-    with pytest.raises(ValueError, match=f"^schedule {complaint}"):
-        check(table_of(LISTED, change))
-
-
-# -------------------------------------------------------------------------------------- parts
 
 
 def moved(column: int, by: int, part: int | None = None):
@@ -251,36 +153,107 @@ def no_blocks(units, places):
 BEGIN, STOP, NUMBERS = 1, 2, 3
 """Columns of units."""
 
+INTEGER = "must have an integer as its"
+CLUSTERS = [
+    (0, ValueError, "must have num_clusters from 1 .* got 0$"),
+    (-4, ValueError, "must have num_clusters from 1 .* got -4$"),
+    (1 << 40, ValueError, r"must have num_clusters .* to \d{10} .* got 1099511627776"),
+    (4.0, TypeError, f"{INTEGER} num_clusters, got 4.0"),
+    (np.int64(4), TypeError, f"{INTEGER} num_clusters"),
+]
+OTHERS = [
+    (lambda: StaticPersistent(replace(ORDER, heads_per_section=2.0), 4), TypeError,
+     f"{INTEGER} order.heads_per_section, got 2.0"),
+    (lambda: replace(Dynamic(ORDER, 4), counters=torch.zeros(2).int()), ValueError,
+     "must have no counters and no mailbox"),
+    (lambda: replace(Dynamic(ORDER, 4), mailbox=Endless()), ValueError,
+     "must have no counters and no mailbox"),
+    (lambda: SimpleNamespace(order=ORDER, num_clusters=4), TypeError,
+     "must be one of fa3.schedules, got "),
+]  # fmt: skip
+TABLES = [
+    (lambda table: table.astype(np.int64), TypeError, "int32 as its table, got int64$"),
+    (lambda table: table.astype(">i4"), TypeError, "int32 as its table, got >i4$"),
+    (lambda table: table.tolist(), TypeError, "int32 as its table, got list$"),
+    (lambda table: torch.from_numpy(table), TypeError, "int32 as its table, got Tensor$"),
+    (lambda table: Endless(), TypeError, "int32 as its table, got Endless$"),
+    (lambda table: table.reshape(-1, 4), ValueError, r"flat, got shape \(.*, 4\)$"),
+    (lambda table: table[:-1], ValueError, "whole rounds, each with . numbers for each of 4"),
+    (lambda table: table[:0], ValueError, "whole rounds, .* got 0 numbers"),
+]
+ENTRIES = [
+    (lambda table: table[:-4], r"must have END \(-1\) after the entries of every cluster"),
+    (lambda table: longer(table, -5, table[0]), r"has entries after END \(-1\) of cluster 3$"),
+    (first(6), "has tile number 6, but its order does not have it: there are 6$"),
+    (first(-2), "has tile number -2, but its order does not have it"),
+    (first(LISTED.table[1]), r"leaves out Tile\("),
+    (lambda table: longer(table, np.flatnonzero(table == END)[0], table[0]),
+     r"has Tile\(.*\) 2 times$"),
+]  # fmt: skip
+INCONSISTENT = "numbers the parts of .* inconsistently"
+PARTS = [
+    (swap_slots, INCONSISTENT),
+    (same_slots, INCONSISTENT),
+    (moved(NUMBERS, MOST_PARTS**2), INCONSISTENT),
+    (moved(NUMBERS, -3 * MOST_PARTS**2), INCONSISTENT),
+    (moved(NUMBERS, MOST_PARTS, part=0), INCONSISTENT),
+    (moved(NUMBERS, 1, part=0), INCONSISTENT),
+    (whole_in_a_slot, INCONSISTENT),
+    (moved(BEGIN, -1, part=1), "has key blocks"),
+    (moved(BEGIN, 1, part=1), "has key blocks"),
+    (no_blocks, "has key blocks"),
+    (moved(STOP, 1, part=-1), "has key blocks"),
+    (moved(STOP, -1, part=-1), "leaves out key blocks 9 to 9"),
+]
+WRONG = [
+    *(
+        (partial(with_clusters, kind, number), *rest)
+        for kind in (StaticPersistent, Dynamic, LISTED, IN_PARTS)
+        for number, *rest in CLUSTERS
+    ),
+    *OTHERS,
+    *(
+        (partial(table_of, schedule, change), error, f"must have a .*{complaint}")
+        for schedule in (LISTED, IN_PARTS)
+        for change, error, complaint in TABLES
+    ),
+    *((partial(table_of, LISTED, change), ValueError, complaint) for change, complaint in ENTRIES),
+    *((partial(parts_of, change), ValueError, complaint) for change, complaint in PARTS),
+    *(
+        (partial(replace, IN_PARTS, num_slots=count), ValueError,
+         f"must have num_slots 4, as many as .* got {count}$")
+        for count in (0, 3, 5, 1 << 40)
+    ),
+    (lambda: replace(IN_PARTS, num_slots=4.0), TypeError, f"{INTEGER} num_slots"),
+]  # fmt: skip
+"""(what makes a schedule, the error, what is said of the schedule)."""
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (swap_slots, "numbers the parts of .* inconsistently"),
-        (same_slots, "numbers the parts of .* inconsistently"),
-        (moved(NUMBERS, MOST_PARTS**2), "numbers the parts of .* inconsistently"),
-        (moved(NUMBERS, -3 * MOST_PARTS**2), "numbers the parts of .* inconsistently"),
-        (moved(NUMBERS, MOST_PARTS, part=0), "numbers the parts of .* inconsistently"),
-        (moved(NUMBERS, 1, part=0), "numbers the parts of .* inconsistently"),
-        (whole_in_a_slot, "numbers the parts of .* inconsistently"),
-        (moved(BEGIN, -1, part=1), "has key blocks"),
-        (moved(BEGIN, 1, part=1), "has key blocks"),
-        (no_blocks, "has key blocks"),
-        (moved(STOP, 1, part=-1), "has key blocks"),
-        (moved(STOP, -1, part=-1), "leaves out key blocks 9 to 9"),
-    ],
-)
-def test_parts(change, complaint):
-    with pytest.raises(ValueError, match=f"^schedule {complaint}"):
-        check(parts_of(change))
+
+@pytest.mark.parametrize(("make", "error", "complaint"), WRONG)
+def test_what_no_kernel_could_walk_is_refused(make, error, complaint):
+    with pytest.raises(error, match=f"^schedule {complaint}"):
+        check(make())
 
 
-@pytest.mark.parametrize("num_slots", [0, 3, 5, 1 << 40])
-def test_numbers_of_slots(num_slots):
-    complaint = f"^schedule must have num_slots 4, as many as .* got {num_slots}$"
-    with pytest.raises(ValueError, match=complaint):
-        check(replace(IN_PARTS, num_slots=num_slots))
-    with pytest.raises(TypeError, match=r"^schedule must have an integer as its num_slots"):
-        check(replace(IN_PARTS, num_slots=float(num_slots)))
+@pytest.mark.parametrize("schedule", ["list", "split"])
+def test_nobody_writes_to_a_table_that_was_checked(schedule):
+    """Plans share the tables that the planner remembers, and no launch checks one again."""
+    problem = make_problem(seqlen_q=700, window=Window(right=0))
+    table = plan_forward(problem, schedule=schedule).schedule.table
+    with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+        table.flags.writeable = True
+    with pytest.raises(ValueError, match="read-only"):
+        table[0] = END
+
+
+@pytest.mark.parametrize("schedule", [LISTED, IN_PARTS], ids=["listed", "in parts"])
+def test_a_table_is_that_of_when_it_was_given(schedule):
+    given = schedule.table.copy()
+    made = replace(schedule, table=given)
+    check(made)
+    given[:] = 1 << 30
+    check(made)
+    assert made == schedule
 
 
 def test_a_tile_in_too_many_parts():
