@@ -145,15 +145,6 @@ def test_predictions_agree_with_the_simulation(schedule, cluster_m):
     assert busy == pytest.approx(balance * lanes_used, rel=0.03)
 
 
-def test_steady_load_costs_where_sms_are_busy():
-    busy = plan_forward(grid_problem(4, 4096, 16, 128)).predict()
-    few = make_problem(1, 1024, 1024, 2, head_dim=128, window=CAUSAL)
-    idle = plan_forward(few, schedule="list").predict()
-    assert busy.us > 1.1 * busy.burst_us
-    assert idle.us == idle.burst_us
-    assert idle.busy < 0.2
-
-
 def test_what_bounds_a_plan_is_named():
     usual = plan_forward(grid_problem(4, 4096, 16, 128)).predict()
     assert usual.bound == "compute"

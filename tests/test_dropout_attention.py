@@ -17,16 +17,14 @@ from varlen_problems import VarlenProblem, check_varlen, make_call
 
 import fa3
 from fa3.calls.dropout import draw_rng_state
-from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
-from fa3.planning.tilings import choose_config
 from fa3.primitives.dropout import (
     PHILOX_ROUNDS,
     key_steps,
     philox,
     threshold_of,
 )
-from fa3.problem import Problem, Window
+from fa3.problem import Window
 from fa3.reference.dropout import Dropout
 
 SEED = 0x3A1F_5C77_90AB_CDEF
@@ -271,33 +269,6 @@ def test_the_backward_kernel_draws_the_mask(head_dim, lengths, window, device, d
     found = kept_by_backward(sizes, head_dim, device, window_size=tuple(window), **dropped)
     expected = fa3.dropout_mask(dropped["rng_state"], dropped["dropout_p"], *sizes)
     assert torch.equal(found, expected & visible(*lengths, window, device))
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "schedule"),
-    [
-        *((128, schedule) for schedule in ("single", "static", "list", "dynamic", "split")),
-        *((64, "dynamic"), (256, "split")),
-    ],
-)
-def test_no_schedule_changes_the_mask(head_dim, schedule, device, dropped):
-    sizes = (1, 2, 700, 900)
-    found = kept_by_forward(sizes, head_dim, device, schedule=schedule, **dropped)
-    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
-
-
-@pytest.mark.parametrize("tile_n", [48, 112])
-def test_no_tiling_changes_the_mask(tile_n, device, dropped):
-    sizes = (1, 2, 300, 500)
-    problem = with_dropout(make_problem(1, 300, 500, 2))
-    config = replace(choose_config(problem, H200), tile_m=128, tile_n=tile_n, cluster_m=1)
-    plan = plan_forward(problem, config=config)
-    found = kept_by_forward(sizes, 64, device, plan=plan, **dropped)
-    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
-
-
-def with_dropout(problem: Problem) -> Problem:
-    return replace(problem, spec=replace(problem.spec, has_dropout=True))
 
 
 @pytest.mark.parametrize("window", [CAUSAL, Window(40, 20)])

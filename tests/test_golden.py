@@ -33,22 +33,3 @@ def test_only_offsets_in_constant_banks_do_not_count():
     assert found != figures(report("LDC R1, c[0x1][0x28]", "FADD R1, R2, c[0x3][R4+0x10]"))
     assert found["registers"] == 128 and found["instructions"] == 2 and found["spills"] == 0
     assert figures(report("STL [R1], R2", "LDL R3, [R1]"))["spills"] == 2
-
-
-def test_an_update_keeps_what_was_not_run_and_drops_what_is_gone():
-    run, deselected, gone, elsewhere, removed = (
-        "tests/test_golden.py::run",
-        "tests/test_golden.py::deselected",
-        "tests/test_golden.py::gone",
-        "tests/test_compile.py::elsewhere",
-        "tests/test_removed.py::removed",
-    )
-    versions = {golden.VERSIONS: {"dsl": "1"}}
-    old = {test: {"kernel 1": {}} for test in (run, deselected, gone, elsewhere, removed)}
-    old |= versions
-    found = {run: {"kernel 1": {"registers": 8}}} | versions
-    kept = golden.updated(old, found, {run, deselected})
-    assert kept[run] == found[run] and kept.keys() == {run, deselected, elsewhere, *versions}
-    assert golden.updated(old, found, set()).keys() == kept.keys() | {gone}
-    newer = found | {golden.VERSIONS: {"dsl": "2"}}
-    assert golden.updated(old, newer, {run, deselected}) == newer

@@ -142,7 +142,7 @@ LARGE = [
 @places(
     "problem,mode",
     cpu=zip(CUT, itertools.cycle(MODES)),
-    gpu=itertools.product(CUT + LARGE, MODES),
+    gpu=[*zip(CUT, itertools.cycle(MODES)), *itertools.product(LARGE, MODES)],
 )
 def test_every_cut(problem, mode, where):
     check(problem, where, **MODES[mode])

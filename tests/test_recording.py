@@ -24,7 +24,6 @@ from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
-from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import run_recorded, timeline_of
 
 CAUSAL = Window(right=0)
@@ -129,20 +128,6 @@ def test_a_trace_has_what_was_predicted_and_what_was_recorded(plan):
             assert all(length > 0 for _, length in bars)
             for (start, length), (following, _) in pairwise(bars):
                 assert start + length <= following
-
-
-@pytest.mark.parametrize("name", ["split", "pairs of rows"])
-def test_both_are_drawn_above_each_other(name, tmp_path):
-    plan = PLANS[name]
-    recorded = timeline_of(made_up_notes(plan), plan)
-    heights = []
-    for number, timelines in enumerate([(), (recorded,)]):
-        path = tmp_path / f"{number}.png"
-        draw_tile_order(plan, plan.simulate(), path, *timelines)
-        png = path.read_bytes()
-        assert png.startswith(PNG_SIGNATURE)
-        heights.append(int.from_bytes(png[20:24], "big"))
-    assert heights[1] > 1.4 * heights[0]
 
 
 def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):

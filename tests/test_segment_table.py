@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from gpu_checks import used_counters
+from host_table import TableKind, records_of
 from machine_code import inspect
 from score_problems import Recipe
-from test_tile_table import TableKind, records_of
 from varlen_problems import (
     LENGTHS_OF_GRAPHS,
     WRONG_ENDS,

@@ -17,7 +17,7 @@ from fa3.__main__ import main
 from fa3.calls.call import MOST_FORWARD_TILES, AttentionCall
 from fa3.calls.decode import plan_decode
 from fa3.calls.options import Options
-from fa3.kernels.append import Append, Rotary
+from fa3.kernels.append import Append
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
@@ -71,15 +71,6 @@ def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCa
         None,
         sinks=operand(model.heads_q) if model.sinks else None,
     )
-
-
-def test_append_kernels(few_sizes):
-    found = of_type(kernels_of("llama3-8b"), Append)
-    assert {(kernel.paged, kernel.rotary) for kernel in found} == {
-        (paged, Rotary(128, False, "bfloat16")) for paged in (False, True)
-    }
-    (plain,) = of_type(kernels_of("llama3-8b", (16,), "none"), Append)
-    assert plain.paged and plain.rotary is None
 
 
 @pytest.mark.parametrize(
