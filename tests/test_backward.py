@@ -426,7 +426,7 @@ def test_memory_beside_the_gradients(device):
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(out, (q, k, v), d_out)
     took = torch.cuda.max_memory_allocated() - before
-    scratch = 4 * plan.sizes.layout.table_at
+    scratch = 4 * plan.layout.table_at
     assert took <= scratch + 3 * q.nbytes + (1 << 20)
 
 

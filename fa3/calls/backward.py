@@ -19,13 +19,12 @@ from fa3.calls.operands import ALIGNMENT, used_queries
 from fa3.planning.backward import (
     BackwardKernels,
     BackwardPlan,
-    BackwardSizes,
+    BufferLayout,
     PackedRows,
-    launch_of_pass,
+    launch_of_packed,
     shares_of_packed,
-    sizes_of_packed,
 )
-from fa3.planning.key_split import KeyShares
+from fa3.planning.launch import Launch
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import (
@@ -40,26 +39,20 @@ from fa3.reference.varlen import PackedLengths
 
 
 class PreparedBackward(NamedTuple):
-    """What a launch takes of kernels and sizes; the tensors are filled in."""
+    """A launch without its tensors."""
 
     prepared: Prepared
-    sizes: BackwardSizes
+    layout: BufferLayout  # of the buffer that the kernels share
     tile_m: int  # queries of a tile
     dkv_dtype: torch.dtype | None  # dtype of dK and dV; the dtype of K and V if None
 
     @classmethod
     def of(
-        cls,
-        kernels: BackwardKernels,
-        sizes: BackwardSizes,
-        shares: KeyShares,
-        window: Window,
-        num_sms: int,
+        cls, kernels: BackwardKernels, launch: Launch, layout: BufferLayout
     ) -> "PreparedBackward":
-        """Prepare launches of these sizes on so many SMs."""
-        prepared = Prepared.of([launch_of_pass(kernels, sizes, shares, window, num_sms)])
+        """Load the kernels."""
         dtype = torch.float32 if kernels.writes_fp32 else None
-        return cls(prepared, sizes, kernels.config.tile_m, dtype)
+        return cls(Prepared.of([launch]), layout, kernels.config.tile_m, dtype)
 
     def launch(
         self,
@@ -73,7 +66,7 @@ class PreparedBackward(NamedTuple):
         """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, d_out, d_lse = operands
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
-        buffer = lse.new_empty(self.sizes.layout.end)
+        buffer = lse.new_empty(self.layout.end)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dtype = self.dkv_dtype
         dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
@@ -106,7 +99,7 @@ class PreparedBackward(NamedTuple):
             lse: of the call, (batch, heads, seqlen_q), or (heads, total_q) of packed sequences.
         """
         batch, heads = lse.shape[:-1] if lse.dim() == 3 else (1, lse.shape[0])
-        statistics = buffer[: self.sizes.layout.dq_at]
+        statistics = buffer[: self.layout.dq_at]
         tiles = statistics.view(batch, heads, -1, STATISTICS, self.tile_m)
         lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
         return lse, delta
@@ -118,8 +111,7 @@ def prepare_backward(
 ) -> PreparedBackward:
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
     plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
-    kernels, window = plan.kernels, problem.window
-    return PreparedBackward.of(kernels, plan.sizes, plan.shares, window, num_sms)
+    return PreparedBackward.of(plan.kernels, plan.launch(num_sms), plan.layout)
 
 
 kernels_for_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
@@ -144,8 +136,8 @@ def prepare_packed(
     shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
     splits = writes_fp32 or shares.parts > 1
     kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
-    sizes = sizes_of_packed(kernels, window, rows, shares)
-    return PreparedBackward.of(kernels, sizes, shares, window, num_sms)
+    launch, layout = launch_of_packed(kernels, window, rows, shares, num_sms)
+    return PreparedBackward.of(kernels, launch, layout)
 
 
 class BackwardCall(NamedTuple):

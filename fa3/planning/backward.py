@@ -6,7 +6,7 @@ it. The tiles of the first keys come first: with a causal mask most queries see 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import (
@@ -89,52 +89,39 @@ FEWEST_TILES = 512
 much of its work."""
 
 
-class BackwardTiling(NamedTuple):
-    """A config for head sizes up to these."""
-
-    head_dim: int
-    head_dim_v: int
-    config: BackwardConfig
-
-    def fits(self, spec: AttentionSpec) -> bool:
-        """Whether the config can run a spec."""
-        is_small = spec.head_dim <= self.head_dim and spec.head_dim_v <= self.head_dim_v
-        return is_small and self.config.fits(spec)
-
-
+WIDE = BackwardConfig(64, 128)
+NARROW = BackwardConfig(64, 64, warpgroups_share_keys=True)
+SPLIT = BackwardConfig(64, 128, k_stages=1, q_splits=2)
 BACKWARD_TILINGS = (
-    BackwardTiling(64, 64, BackwardConfig(128, 128)),
-    BackwardTiling(64, 64, BackwardConfig(128, 128, stats_vector=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, stats_vector=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, stats_vector=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, q_splits=2)),
-    BackwardTiling(192, 128, BackwardConfig(64, 128, k_stages=1, q_splits=2, stats_vector=2)),
-    BackwardTiling(128, 192, BackwardConfig(64, 128, k_stages=1, q_splits=2, stats_vector=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 64, warpgroups_share_keys=True)),
-    BackwardTiling(192, 192, BackwardConfig(64, 64, k_stages=1, warpgroups_share_keys=True)),
-    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, warpgroups_share_keys=True)),
-    BackwardTiling(
-        256, 256, BackwardConfig(64, 64, do_stages=1, k_stages=1, warpgroups_share_keys=True)
-    ),
+    (64, 64, BackwardConfig(128, 128)),
+    (64, 64, BackwardConfig(128, 128, stats_vector=2)),
+    (192, 192, WIDE),
+    (192, 192, replace(WIDE, k_stages=1)),
+    (192, 192, replace(WIDE, stats_vector=2)),
+    (192, 192, replace(WIDE, k_stages=1, stats_vector=2)),
+    (192, 192, SPLIT),
+    (192, 128, replace(SPLIT, stats_vector=2)),
+    (128, 192, replace(SPLIT, stats_vector=2)),
+    (192, 192, NARROW),
+    (192, 192, replace(NARROW, k_stages=1)),
+    (256, 256, replace(NARROW, do_stages=1)),
+    (256, 256, replace(NARROW, do_stages=1, k_stages=1)),
 )
-"""The first row that fits is taken. Tiles have FlashAttention-3's sizes where they fit; only some
-have been compared with others (docs/experiments.md)."""
+"""Configs for head sizes of q and v up to these; the first one that fits is taken. Tiles have
+FlashAttention-3's sizes where they fit; only some have been compared with others
+(docs/experiments.md)."""
 
 
+@functools.lru_cache(maxsize=REMEMBERED)
 def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
     """The config for a spec."""
-    for tiling in BACKWARD_TILINGS:
-        if tiling.fits(spec):
-            return tiling.config
+    for head_dim, head_dim_v, config in BACKWARD_TILINGS:
+        if spec.head_dim <= head_dim and spec.head_dim_v <= head_dim_v and config.fits(spec):
+            return config
     raise NotImplementedError(
         f"no tiling of the backward kernel has registers for {spec}; without dropout, a softcap or "
         "a mask of your own there is one"
     )
-
-
-config_for = functools.lru_cache(maxsize=REMEMBERED)(choose_backward_config)
 
 
 @dataclass(frozen=True)
@@ -172,31 +159,20 @@ class BackwardKernels:
         kinds = True, self.has_used_q, main.has_dq_flags
         return BackwardPass(BackwardPreprocess(*preprocessed, *kinds), main, table)
 
-    @functools.cached_property
-    def rows_in_l2(self) -> int:
-        """Queries whose Q, dO and dQ fit into L2 together."""
-        return rows_in_l2(self.spec)
-
-    @functools.cached_property
-    def numbers_of_tile(self) -> tuple[int, int, int]:
-        """32-bit numbers of a query tile: its rows' statistics, its dQ, its flag."""
-        tile_m = self.config.tile_m
-        dq = self.config.pieces(padded(self.spec.head_dim)).numbers
-        return tile_m * STATISTICS, dq, int(self.entry.main.has_dq_flags)
-
     def layout(
         self, num_query_tiles: int, num_parts: int, num_head_groups: int, table_words: int = 0
     ) -> "BufferLayout":
         """Lay out the buffer of a call of these sizes."""
-        statistics, dq, flags = self.numbers_of_tile
-        dq_at = num_query_tiles * statistics
-        table_at = dq_at + num_query_tiles * dq
+        main = self.entry.main
+        dq_at = num_query_tiles * self.config.tile_m * STATISTICS
+        table_at = dq_at + num_query_tiles * main.pieces.numbers
         counters_at = table_at + table_words
         dq_flags_at = counters_at + words_of_counters(num_head_groups)
-        end = dq_flags_at + num_query_tiles * flags
+        end = dq_flags_at + num_query_tiles * main.has_dq_flags
         if not self.splits:
             return BufferLayout(dq_at, table_at, counters_at, dq_flags_at, None, None, end)
-        part_counters = words_of_key_parts(num_parts)
+        # For each part one of each warp.
+        part_counters = num_parts * WARPS * MMA_GROUPS
         parts_at = part_counters + -(-end // QUAD) * QUAD
         end = parts_at + numbers_of_key_parts(num_parts, self.spec, self.config)
         flags_at = dq_flags_at + part_counters
@@ -217,32 +193,15 @@ class BufferLayout(NamedTuple):
     end: int  # numbers of the whole buffer
 
 
-class BackwardSizes(NamedTuple):
-    """What a launch takes of the sizes of a call."""
-
-    num_query_tiles: int  # of all query heads
-    # heads_per_group, groups_preprocessed: as `PassArguments` has them.
-    heads_per_group: int
-    groups_preprocessed: int
-    most_ctas: int  # CTAs of the backward kernel that have work
-    dq_is_zeroed: bool  # whether the dQ accumulator starts with zeros
-    layout: BufferLayout  # of the buffer that the kernels share
-    # capacity, shift: of the table of packed key tiles; None without.
-    capacity: int | None = None
-    shift: int | None = None
-    alternates: int | None = None  # as `PassArguments` has it
-
-
 def launch_of_pass(
-    kernels: BackwardKernels, sizes: BackwardSizes, shares: KeyShares, window: Window, num_sms: int
+    kernels: BackwardKernels, layout: BufferLayout, shares: KeyShares, window: Window, **named: Any
 ) -> Launch:
-    """Return the launch of both kernels on so many SMs."""
-    # Most of it has the names that arguments have.
-    named = sizes._asdict() | sizes.layout._asdict()
+    """Return the launch of all kernels; `named` are other fields of `PassArguments`."""
     named |= {"window_left": window.left, "window_right": window.right}
-    named |= {"num_clusters": min(sizes.most_ctas, num_sms)}
-    named |= shares._asdict() if kernels.splits else {}
-    named = {name: value for name, value in named.items() if name in PassArguments._fields}
+    named |= layout._asdict()
+    del named["end"]
+    if kernels.splits:
+        named |= shares._asdict()
     if kernels.is_packed:
         lengths = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
         named |= {name: FromCall(name) for name in lengths}
@@ -284,18 +243,28 @@ class BackwardPlan:
 
     @property
     def config(self) -> BackwardConfig:
-        return config_for(self.problem.spec)
+        return choose_backward_config(self.problem.spec)
 
     @property
-    def sizes(self) -> BackwardSizes:
-        """What a launch takes of the problem's sizes."""
-        tiles, groups = self.num_query_tiles, self.num_head_groups
+    def layout(self) -> BufferLayout:
+        """The buffer that the kernels share."""
         num_parts = self.num_parts if self.shares.parts > 1 else 0
-        layout = self.kernels.layout(tiles, num_parts, groups)
-        most_ctas = max(self.num_parts, convert_ctas(tiles))
-        before = self.heads_per_group, self.groups_preprocessed
-        sizes = tiles, *before, most_ctas, self.dq_is_zeroed, layout
-        return BackwardSizes(*sizes, alternates=self.alternates)
+        return self.kernels.layout(self.num_query_tiles, num_parts, self.num_head_groups)
+
+    def launch(self, num_sms: int) -> Launch:
+        """The launch of both kernels on so many SMs."""
+        most_ctas = max(self.num_parts, convert_ctas(self.num_query_tiles))
+        return launch_of_pass(
+            self.kernels,
+            self.layout,
+            self.shares,
+            self.problem.window,
+            num_clusters=min(most_ctas, num_sms),
+            heads_per_group=self.heads_per_group,
+            groups_preprocessed=self.groups_preprocessed,
+            dq_is_zeroed=self.dq_is_zeroed,
+            alternates=self.alternates,
+        )
 
     @property
     def num_query_tiles(self) -> int:
@@ -399,11 +368,6 @@ class BackwardPlan:
         return -(-self.heads // groups) * self.shares.block_parts
 
 
-def words_of_key_parts(num_parts: int) -> int:
-    """int32 that count parts of shared key tiles, by warp."""
-    return num_parts * WARPS * MMA_GROUPS
-
-
 def numbers_of_key_parts(num_parts: int, spec: AttentionSpec, config: BackwardConfig) -> int:
     """float32 that the sums of dK and dV of so many parts take."""
     return num_parts * config.tile_n * (padded(spec.head_dim) + padded(spec.head_dim_v))
@@ -469,13 +433,13 @@ class PackedRows(NamedTuple):
     heads_kv: int
 
 
-def sizes_of_packed(
-    kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares
-) -> BackwardSizes:
-    """What a launch takes of the sizes of packed sequences, whatever their lengths are."""
+def launch_of_packed(
+    kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
+) -> tuple[Launch, BufferLayout]:
+    """Return the launch for packed sequences of any lengths, and the buffer that kernels share."""
     config, num_sequences, total_k = kernels.config, rows.num_sequences, rows.total_k
     tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
-    fitting = kernels.rows_in_l2 // max(1, rows.longest_q)
+    fitting = rows_in_l2(kernels.spec) // max(1, rows.longest_q)
     heads = rows.heads_kv * shares.head_parts
     tiles_of_head = total_k // config.tile_n * shares.block_parts
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
@@ -486,16 +450,20 @@ def sizes_of_packed(
     num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
     if shares.parts == 1:
         num_parts = 0
-    return BackwardSizes(
-        tiles,
-        heads // groups * shares.block_parts,
-        1 if is_fused else groups,
-        most_ctas,
-        True,  # dQ of packed sequences always starts with zeros
-        kernels.layout(tiles, num_parts, groups, words_of_table(capacity)),
-        capacity,
-        shift_of_work(rows.longest_q, config.tile_m),
+    layout = kernels.layout(tiles, num_parts, groups, words_of_table(capacity))
+    launch = launch_of_pass(
+        kernels,
+        layout,
+        shares,
+        window,
+        num_clusters=min(most_ctas, num_sms),
+        heads_per_group=heads // groups * shares.block_parts,
+        groups_preprocessed=1 if is_fused else groups,
+        dq_is_zeroed=True,  # dQ of packed sequences always starts with zeros
+        capacity=capacity,
+        shift=shift_of_work(rows.longest_q, config.tile_m),
     )
+    return launch, layout
 
 
 def shares_of_packed(
@@ -506,7 +474,10 @@ def shares_of_packed(
     most of the work. Lengths are rounded, so that steps of a training lead to few choices."""
     total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
     # Memory has room for so many, whatever the lengths are.
-    num_tiles = number_of_packed_tiles(total_k, num_sequences, config_for(spec).tile_n) * heads_kv
+    num_tiles = (
+        number_of_packed_tiles(total_k, num_sequences, choose_backward_config(spec).tile_n)
+        * heads_kv
+    )
     if not may_split(num_tiles, num_sms):
         return KeyShares()
     longest_q = max(1, longest_q)
@@ -527,7 +498,7 @@ def shares_of_lengths(
     num_sms: int,
 ) -> KeyShares:
     """How CTAs share the key tiles of equal sequences; `heads` are of all of them."""
-    blocks = blocks_of_key_tiles(spec, config_for(spec), sequence, is_ordered)
+    blocks = blocks_of_key_tiles(spec, choose_backward_config(spec), sequence, is_ordered)
     return choose_shares(blocks, heads, group, num_sms, is_ordered)
 
 

@@ -174,7 +174,7 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
     flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.kernels.entry
     config, shares = plan.config, plan.shares
-    workspace = FLOAT_BYTES * plan.sizes.layout.end
+    workspace = FLOAT_BYTES * plan.layout.end
     parts = f", each shared by {shares.parts} CTAs" * (shares.parts > 1)
     sums = "parts of dK and dV, " * (shares.parts > 1)
     groups = counted(plan.num_head_groups, "head group")
