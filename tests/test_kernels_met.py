@@ -67,7 +67,7 @@ MODELS = {
 
 
 @pytest.fixture
-def loaded(monkeypatch) -> dict:
+def loaded(monkeypatch) -> Iterator[dict]:
     """Note every kernel that is loaded."""
     found: dict = {}
 
@@ -84,7 +84,9 @@ def loaded(monkeypatch) -> dict:
     # It would make a tensor on the GPU.
     for module in (kvcache, varlen):
         monkeypatch.setattr(module, "Scales", SimpleNamespace(on=lambda *arguments: None))
-    return found
+    packed_calls.packed_call.cache_clear()
+    yield found
+    packed_calls.packed_call.cache_clear()
 
 
 def dtype_of(model: Model) -> torch.dtype:

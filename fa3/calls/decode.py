@@ -83,14 +83,11 @@ class PreparedDecode(NamedTuple):
         )  # fmt: skip
 
 
-def plan_decode(
-    call: AttentionCall, options: Options, overlaps_forward: bool = False
-) -> DecodePlan:
+def plan_decode(call: AttentionCall, options: Options) -> DecodePlan:
     """Choose how calls of a description run in the decode kernel.
 
     Args:
         call: valid, and with room for keys and queries.
-        overlaps_forward: see `DecodePlan`.
     """
     on_gpu = call.q.device.type == "cuda"
     gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
@@ -101,8 +98,7 @@ def plan_decode(
     plan = DecodePlan.of(
         Problem(spec, batch, seqlen_q, capacity, *heads, window), gpu, call.cache_layout,
         options.num_splits, options.batch_invariant, call.k_new is not None,
-        is_packed=call.is_packed, has_used_q=call.seqused_q is not None,
-        overlaps_forward=overlaps_forward, has_fp8_q=call.has_fp8_q,
+        is_packed=call.is_packed, has_used_q=call.seqused_q is not None, has_fp8_q=call.has_fp8_q,
     )  # fmt: skip
     if on_gpu and plan.cut.has_parts:
         memory = torch.cuda.get_device_properties(call.q.device).total_memory

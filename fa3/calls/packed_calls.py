@@ -19,13 +19,13 @@ import torch
 
 from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.decode import PreparedDecode, plan_decode, values_of_decode
-from fa3.calls.devices import gpu_of
+from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.launcher import Prepared
 from fa3.calls.operands import hide_all_keys_of_packed
 from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.decode import DecodePlan
+from fa3.planning.decode import DecodePlan, Sizes
 from fa3.planning.gpu import H200
 from fa3.planning.launch import NO_MEMORY, Memory
 from fa3.planning.routes import (
@@ -42,6 +42,7 @@ from fa3.planning.routes import (
     choose_route,
     launches_of_route,
 )
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import REMEMBERED
 from fa3.reference.cache import NO_TABLES, execute_decode
@@ -58,8 +59,7 @@ class PackedCall:
     """What a call with packed queries leads to, whatever its lengths are."""
 
     signature: Signature  # what routes depend on; bounds of the window that any lengths may have
-    # Gives the plan of the decode kernel for sequences with so many queries or fewer, alone or
-    # overlapped with the forward kernel.
+    # `Signature.decode_plan`, remembered.
     decode_plan: Callable[[int, bool], DecodePlan]
     # Gives the launches of a route with so many queries of the decode kernel. It loads kernels when
     # they are first asked for: those for many keys, or for split tiles, most calls never have.
@@ -69,14 +69,9 @@ class PackedCall:
     tile_n: int
 
     @classmethod
-    def of(
-        cls,
-        signature: Signature,
-        on_gpu: bool = False,
-        decode_plan: Callable[[int, bool], DecodePlan] | None = None,  # if not the signature's
-    ) -> "PackedCall":
+    def of(cls, signature: Signature, on_gpu: bool = False) -> "PackedCall":
         """Load the kernels that a call is likely to have, whatever its lengths are."""
-        decode_plan = functools.cache(decode_plan or signature.decode_plan)
+        decode_plan = functools.cache(signature.decode_plan)
 
         @functools.cache
         def prepared(name: str, most_queries: int) -> Prepared:
@@ -84,16 +79,13 @@ class PackedCall:
             memory = decode_plan(most_queries, name != DECODE).memory if most_queries else NO_MEMORY
             return Prepared.of(launches, memory)
 
-        if on_gpu:
+        if on_gpu and signature.call == PACKED:
             prepared(FORWARD, 0)
             if signature.shared_tiling is not None:
                 prepared(SHARED, 0)
+        config = signature.config
         return cls(
-            signature,
-            decode_plan,
-            prepared if on_gpu else None,
-            signature.config.tile_m,
-            signature.config.tile_n,
+            signature, decode_plan, prepared if on_gpu else None, config.tile_m, config.tile_n
         )
 
     def attend(
@@ -200,7 +192,7 @@ class PackedCall:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def packed_call(signature: Signature, on_gpu: bool) -> PackedCall:
-    """What calls on packed keys lead to, whatever the number of their sequences is."""
+    """What calls with packed queries lead to, whatever the number of their sequences is."""
     return PackedCall.of(signature, on_gpu)
 
 
@@ -210,25 +202,32 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
     Args:
         call: of `fa3.calls.decode.plan_decode`.
     """
-    longest, on_gpu = (call.seqlen_q, call.capacity), call.q.device.type == "cuda"
-    gpu = gpu_of(call.q.device) if on_gpu else H200
-    tight = options.window.tighten(*longest)
-    signature = Signature(
-        CACHE, call.spec(options, tight, tight.right == 0), tight, call.heads_q, call.heads_kv, gpu,
-        options.sm_margin, call.cache_layout, call.is_packed, call.seqused_q is not None,
-        num_splits=options.num_splits, batch_invariant=options.batch_invariant,
-    )  # fmt: skip
-    most_rows = PackedSizes(call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, *longest)
-    if choose_route(signature, most_rows).name == DECODE:
+    on_gpu = call.q.device.type == "cuda"
+    if not call.is_packed or options.num_splits or options.batch_invariant or call.has_fp8_cache:
         return PreparedDecode.of(plan_decode(call, options), on_gpu)
-
-    def decode_up_to(most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        few = call._replace(max_seqlen_q=min(call.seqlen_q, most_queries))
-        return plan_decode(few, options, overlaps_forward)
-
-    made = PackedCall.of(signature, on_gpu, decode_up_to)
+    # Neither the number of sequences nor their most queries counts: both change in every step.
+    window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)
+    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
+    group = call.heads_q // call.heads_kv
+    sizes = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
+    fits = 2 * sizes.num_tiles * sizes.most_blocks(window) <= LARGEST
+    # A single query stands at the last key.
+    spec = call.spec(options, window, window.right == 0 or call.seqlen_q == 1)
+    signature = Signature(
+        CACHE, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
+        call.cache_layout, call.capacity, 1 if fits else call.batch,
+        has_used_q=call.seqused_q is not None,
+    )  # fmt: skip
+    made = packed_call(signature, on_gpu)
     if made.prepared is not None:
         # Now, since no length may cause a compilation.
-        made.prepared(BOTH, signature.short_limit)
-        made.prepared(DECODE, signature.most_queries_of_few)
+        most_rows = PackedSizes(
+            call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
+        )
+        route = choose_route(signature, most_rows)
+        if route.name == DECODE:
+            made.prepared(DECODE, route.most_queries)
+        else:
+            made.prepared(BOTH, signature.short_limit)
+            made.prepared(DECODE, signature.most_queries_of_few)
     return made

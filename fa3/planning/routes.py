@@ -86,6 +86,8 @@ class Signature:
     gpu: Gpu  # what kernels may use of it, without the `sm_margin` that is reserved
     sm_margin: int = 0
     cache: CacheLayout | None = None  # how the keys of a cache are laid out
+    capacity: int = TILE_N  # keys that a sequence has room for in a cache
+    batch: int = 1  # sequences, where 32 bits may not count the key blocks of so many
     has_packed_queries: bool = True  # whether queries are packed; always where keys are
     # has_used_q, has_used_k: whether not all of packed rows count.
     has_used_q: bool = False
@@ -136,15 +138,13 @@ class Signature:
         return self.shared_config if self.call == PACKED and self.may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        """Return the plan of all calls with packed keys with short sequences of so many queries.
-        Whatever the number of sequences and keys; `overlaps_forward` says whether there are others.
-        """
+        """Return the plan of sequences of so many packed queries or fewer."""
         heads = self.heads_kv, self.heads_q // self.heads_kv
-        problem = Problem(self.spec, 1, most_queries, TILE_N, *heads, self.window)
-        layout = CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
+        sizes = self.batch, most_queries, self.capacity
+        layout = self.cache or CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
         return DecodePlan.of(
-            problem, self.gpu, layout, is_packed=True, has_used_q=self.has_used_q,
-            overlaps_forward=overlaps_forward,
+            Problem(self.spec, *sizes, *heads, self.window), self.gpu, layout, is_packed=True,
+            has_used_q=self.has_used_q, overlaps_forward=overlaps_forward,
         )  # fmt: skip
 
     def route(self, sizes: "PackedSizes") -> "Route":
