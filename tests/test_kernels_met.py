@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
