@@ -203,13 +203,13 @@ def test_packed_sequences_with_lengths_that_fa3_does_not_read(stock):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_gradients_have_a_fixed_order_if_torch_wants_it(stock, monkeypatch, is_wanted, is_packed):
-    compute, asked = integration.gradients_of_call, []
+    compute, asked = integration.run_backward, []
 
-    def noted(operands, options, *lengths):
-        asked.append(options.deterministic)
-        return compute(operands, options, *lengths)
+    def noted(deterministic, **arguments):
+        asked.append(deterministic)
+        return compute(deterministic=deterministic, **arguments)
 
-    monkeypatch.setattr(integration, "gradients_of_call", noted)
+    monkeypatch.setattr(integration, "run_backward", noted)
     torch.use_deterministic_algorithms(is_wanted)
     try:
         if is_packed:

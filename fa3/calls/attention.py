@@ -57,7 +57,6 @@ from fa3.calls.operands import (
     check_writable,
     describe,
     hide_all_keys,
-    hide_all_keys_of_packed,
     used_queries,
 )
 from fa3.calls.operators import trace_attention
@@ -160,10 +159,8 @@ class PreparedAttention:
         if ends_q is not None and not q.shape[0]:
             return out, lse
         if self.kernels is None:
-            if ends_q is None:
-                hide_all_keys(out, lse, sinks)
-            elif ends_q.shape[0] > 1:
-                hide_all_keys_of_packed(out, lse, ends_q, used_q, sinks)
+            if ends_q is None or ends_q.shape[0] > 1:
+                hide_all_keys(out, lse, sinks, ends_q, used_q)
             return out, lse
         # In half the time that the class itself takes.
         operands = tuple.__new__(

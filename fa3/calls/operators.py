@@ -24,7 +24,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
@@ -46,6 +46,7 @@ from fa3.calls.call import (
     check_totals,
     describe_tensors,
     of_any_lengths,
+    placed_tensors,
 )
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import draw_rng_state, dropout_of
@@ -81,7 +82,7 @@ from fa3.calls.options import (
 )
 from fa3.calls.user_functions import flatten_function, unflatten_function
 from fa3.calls.values import check_lengths
-from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
+from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
@@ -362,78 +363,43 @@ def check_results(
 NO_LENGTHS = (None,) * 4  # the lengths of a dense call
 
 
-class BackwardOptions(NamedTuple):
-    """Options of a backward pass, as `flash_attn_func` takes them."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND)
-    softcap: float = 0.0
-    sm_margin: int = 0
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    mask: Mask | None = None
-    deterministic: bool = False
-    dropout_p: float = 0.0
-    rng_state: torch.Tensor | None = None
-    fp32_dkv: bool = False  # whether dK and dV are fp32
-
-
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients that `fa3::backward` gives, of its arguments."""
-    call = as_call(arguments)
-    operands = BackwardOperands(*(call[name] for name in BackwardOperands._fields))
-    options = BackwardOptions(*(call[name] for name in BackwardOptions._fields))
-    if call["cu_seqlens_q"] is None:
-        return gradients_of_call(operands, options)
-    lengths = PackedLengths(*(call[name] for name in PackedLengths._fields))
-    return gradients_of_call(operands, options, lengths, call["max_seqlen_q"], call["max_seqlen_k"])
-
-
-def gradients_of_call(
-    # What the forward pass took and gave; d_out and d_lse are None for zeros.
-    operands: BackwardOperands,
-    options: BackwardOptions,
-    # lengths, max_seqlen_q, max_seqlen_k: of packed sequences.
-    lengths: PackedLengths | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements."""
-    q, k, v, out, lse, d_out, d_lse = operands
-    window = check_window(options.window_size, options.causal)
-    check_softcap(options.softcap)
+    """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
+    Takes the arguments of `fa3::backward`."""
+    call = as_call(BACKWARD.defaults | arguments)
+    q, k, v, out, lse = (call[name] for name in ("q", "k", "v", "out", "lse"))
+    slopes, sinks, softcap = call["alibi_slopes"], call["sinks"], call["softcap"]
+    window = check_window(call["window_size"], call["causal"])
+    check_softcap(softcap)
     describe("q", q)
-    functions, function_tensors = functions_of(q, None, options.mask)
-    dropout = dropout_of(options.dropout_p, options.rng_state, q)
-    asked = Options(window, options.softcap, has_dropout=dropout is not None, functions=functions)
-    slopes, sinks = options.alibi_slopes, options.sinks
-    kind, longest = DENSE, None
-    ends_q, ends_k, used_q, used_k = lengths or NO_LENGTHS
-    if lengths is not None:
-        kind, longest = PACKED, (max_seqlen_q, max_seqlen_k)
-    tensors = (
-        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, *[None] * 3,
-        slopes, sinks, None,
-    )  # fmt: skip
-    asked = asked._replace(kind=kind)
-    problem = of_any_lengths(checked_problem, describe_tensors(kind, tensors), asked)
-    if lengths is not None:
-        check_totals(q, k, v, None, lengths.cu_seqlens_q.shape[0] - 1, True)
-    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
-    if lengths is not None and is_visible(lengths.cu_seqlens_q):
+    functions, function_tensors = functions_of(q, None, call["mask"])
+    dropout = dropout_of(call["dropout_p"], call["rng_state"], q)
+    lengths, kind, longest = NO_LENGTHS, DENSE, None
+    if call["cu_seqlens_q"] is not None:
+        lengths, kind = tuple(call[name] for name in PackedLengths._fields), PACKED
+        longest = call["max_seqlen_q"], call["max_seqlen_k"]
+    named = dict(zip(PackedLengths._fields, lengths, strict=True))
+    tensors = placed_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks, **named)
+    options = Options(
+        window, softcap, has_dropout=dropout is not None, functions=functions, kind=kind
+    )
+    problem = of_any_lengths(checked_problem, describe_tensors(kind, tensors), options)
+    if longest is not None:
+        check_totals(q, k, v, None, lengths[0].shape[0] - 1, True)
+    d_out, d_lse = check_results(q, v, out, lse, call["d_out"], call["d_lse"])
+    if longest is not None and is_visible(lengths[0]):
         check_lengths(lengths, (len(q), len(k)), longest)
-    scale = check_scale(options.softmax_scale, q.shape[-1])
-    num_sms = sms_of(q.device, options.sm_margin)
-    backward = BackwardCall(problem, longest, scale, options.deterministic, num_sms)
-    wanted = Wanted(sinks=sinks is not None, fp32_dkv=options.fp32_dkv)
+    scale = check_scale(call["softmax_scale"], q.shape[-1])
+    num_sms = sms_of(q.device, call["sm_margin"])
+    backward = BackwardCall(problem, longest, scale, call["deterministic"], num_sms)
+    wanted = Wanted(sinks=sinks is not None, fp32_dkv=call["fp32_dkv"])
     read = modifier_tensors(slopes, function_tensors, sinks) or ()
-    operands = operands._replace(d_out=d_out, d_lse=d_lse)
-    grads = backward.gradients(operands, lengths or NO_LENGTHS, read, wanted, dropout)
+    operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
+    grads = backward.gradients(operands, lengths, read, wanted, dropout)
     d_sinks = q.new_empty(0) if sinks is None else grads.sinks
-    if options.fp32_dkv:
+    if wanted.fp32_dkv:
         # Where no key is seen, they are zeros of the dtype of K and V.
-        grads = grads._replace(k=grads.k.float(), v=grads.v.float())
+        return grads.q, grads.k.float(), grads.v.float(), d_sinks
     return grads.q, grads.k, grads.v, d_sinks
 
 

@@ -21,7 +21,7 @@ from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.decode import PreparedDecode, plan_decode, values_of_decode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.launcher import Prepared
-from fa3.calls.operands import hide_all_keys_of_packed
+from fa3.calls.operands import hide_all_keys
 from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
@@ -107,7 +107,7 @@ class PackedCall:
         if route.name == ZEROS:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if signature.spec.sinks else None
-            hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
+            hide_all_keys(operands.out, operands.lse, sinks, *query_lengths)
             return
         # Alone, the decode kernel knows the capacity of a cache.
         needs_bound = route.has_forward or signature.call == PACKED

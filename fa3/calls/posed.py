@@ -9,17 +9,7 @@ import torch
 from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import ALIGNMENT, DTYPES, FP8_DTYPE, Operand, check_rank, describe
-from fa3.calls.options import (
-    DENSE,
-    Options,
-    as_pair,
-    check_probability,
-    check_softcap,
-    check_window,
-    flag,
-    integer,
-    real,
-)
+from fa3.calls.options import DENSE, checked_options, integer
 from fa3.problem import FP8, HEAD_DIM_UNIT, Problem
 
 
@@ -35,20 +25,17 @@ def problem_posed_by(
     """The problem of a call; `Problem.of` says what the arguments are."""
     q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
     slopes, sinks, score, mask = modifiers
-    window = check_window(as_pair(window_size), flag("causal", causal))
-    softcap, dropout_p = real("softcap", softcap), real("dropout_p", dropout_p)
-    check_probability(dropout_p)
-    check_softcap(softcap)
+    values = causal, softcap, 0, 0, 0, False, False, False, dropout_p, None, None
+    options = checked_options(DENSE, (False, *[None] * 5), window_size, values).options
     check_rank("q", q)
     slopes, sinks = (
         None if tensor is None else describe(name, tensor, 1, name == "sinks")
         for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))
     )
     functions, _ = functions_of(q, score, mask)
-    options = Options(window, softcap, has_dropout=dropout_p > 0, functions=functions)
-    call = AttentionCall.of((q, k, v, *[None] * 16, slopes, sinks, None), DENSE)
+    call = AttentionCall(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks, kind=DENSE)
     check_tensors(call)
-    return call.problem(options)
+    return call.problem(options._replace(functions=functions))
 
 
 def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:

@@ -30,11 +30,9 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.dropout import draw_rng_state
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.operands import ALIGNMENT, DTYPES
-from fa3.calls.operators import BackwardOptions, gradients_of_call
+from fa3.calls.operators import run_backward
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
-from fa3.reference.backward import BackwardOperands
-from fa3.reference.varlen import PackedLengths
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
@@ -250,22 +248,20 @@ def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     check_taken(call, call.out)
     check_given(call)
     q, k, v = call.query, call.key, call.value
-    lse = call.logsumexp.contiguous()
-    operands = BackwardOperands(q, k, v, call.out, lse, call.grad_out, NO_TENSOR)
-    options = BackwardOptions(
-        call.scale,
-        call.is_causal,
-        call.window,
+    left, right = call.window
+    lengths: dict[str, Any] = {}
+    if call.cum_seq_q is not None:
+        lengths = {
+            "cu_seqlens_q": call.cum_seq_q, "cu_seqlens_k": call.cum_seq_k,
+            "max_seqlen_q": call.max_q, "max_seqlen_k": call.max_k,
+        }  # fmt: skip
+    *grads, _ = run_backward(
+        d_out=call.grad_out, d_lse=None, q=q, k=k, v=v, out=call.out,
+        lse=call.logsumexp.contiguous(), softmax_scale=call.scale, causal=call.is_causal,
+        window_left=left, window_right=right, dropout_p=call.dropout_p,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        dropout_p=call.dropout_p,
-        rng_state=call.rng_state[:1] if call.dropout_p else None,
-    )
-    if call.cum_seq_q is None:
-        *grads, _ = gradients_of_call(operands, options)
-    else:
-        keys: Any = call.cum_seq_k
-        lengths = PackedLengths(call.cum_seq_q, keys, None, None)
-        *grads, _ = gradients_of_call(operands, options, lengths, call.max_q, call.max_k)
+        rng_state=call.rng_state[:1] if call.dropout_p else None, **lengths,
+    )  # fmt: skip
     return tuple(map(laid_out_like, grads, (q, k, v)))
 
 

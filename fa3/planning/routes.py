@@ -509,7 +509,7 @@ RULES = {
         Case(DECODE, "`pack_gqa=True`", lambda sig, n: sig.pack_gqa and n.max_seqlen_q),
         Case(FORWARD, "a gradient is wanted, or `pack_gqa=False`",
              lambda sig, _: sig.has_gradients or sig.pack_gqa is False),
-        Case(FORWARD, "dropout, or a score or a mask of your own",
+        Case(FORWARD, "q in FP8, dropout, or a score or a mask of your own",
              lambda sig, _: not sig.may_decode),
         Case(DECODE, PREDICTED, lambda _, n: n.max_seqlen_q),
         Case(FORWARD, "all others", lambda *_: True),
@@ -518,8 +518,8 @@ RULES = {
         Case(NOTHING, "no row, no sequence or no head, or `max_seqlen_q` is 0", has_no_query),
         Case(ZEROS, "`max_seqlen_k` is 0", has_no_key),
         Case(SHARED, "`max_seqlen_q` up to 64, `max_seqlen_k` up to 256, more sequences x query "
-             "heads than SMs, and fewer steps with shared tiles than without; no ALiBi, dropout, "
-             "or score or mask of your own", suits_shared_tiles),
+             "heads than SMs, and fewer steps with shared tiles than without; no FP8, ALiBi, "
+             "dropout, or score or mask of your own", suits_shared_tiles),
         Case(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
              "the short limit", queries_if_all_are_short),
         Case(BOTH_SPLIT, "decoding is possible, k has at least 4096 more rows than q, lengths may "
