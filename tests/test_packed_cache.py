@@ -1,5 +1,6 @@
 """Packed queries with keys in a cache: each sequence against attention to its keys alone."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from varlen_problems import (
     VarlenProblem,
     check_call,
     check_wrong_ends,
+    integers,
     make_call,
     note_attending,
     on_cache,
@@ -116,87 +118,77 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatc
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_rotary_embedding_turns_packed_queries(interleaved, causal, is_turned, where):
-    torch.manual_seed(0)
-    queries, lengths, turns = (3, 0, 1, 70), (5, 9, 0, 40), (7, 2, 0, 100)
-    batch, heads, head_dim = len(queries), 4, 64
-
-    def int32(numbers) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=where)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=where).bfloat16()
-
-    q, k, v = (normal(sum(queries), h, head_dim) for h in (heads, 2, 2))
-    caches = [normal(batch, 128, 2, head_dim) for _ in range(2)]
-    angle = torch.rand(200, 16, device=where)
-    options = {
-        "rotary_cos": angle.cos().bfloat16(), "rotary_sin": angle.sin().bfloat16(),
-        "causal": causal, "rotary_interleaved": interleaved,
-    }  # fmt: skip
-    ends = int32([0, *queries]).cumsum(0, dtype=torch.int32)
-    alone = [cache.clone() for cache in caches]
-    out = fa3.flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=int32(lengths), cu_seqlens_q=ends, max_seqlen_q=70,
-        cu_seqlens_k_new=ends, rotary_seqlens=int32(turns) if is_turned else None, **options,
-    )  # fmt: skip
-    for sequence, rows in enumerate(map(slice, ends.tolist(), ends.tolist()[1:])):
-        turn = int32(turns[sequence : sequence + 1]) if is_turned else None
-        expected = fa3.flash_attn_with_kvcache(
-            q[None, rows], *(cache[sequence : sequence + 1] for cache in alone), k[None, rows],
-            v[None, rows], cache_seqlens=int32(lengths[sequence : sequence + 1]),
-            rotary_seqlens=turn, **options,
-        )  # fmt: skip
-        torch.testing.assert_close(out[None, rows], expected, rtol=2e-2, atol=2e-2)
-    assert all(map(torch.equal, caches, alone))
-
-
 NEW = 5
-"""Tokens that each sequence gets in an `appending_call`."""
+"""Tokens that each sequence gets in an `appending_call` of equally many."""
 
 
-def appending_call(size: float, where) -> dict:
-    """A call that appends with a rotary embedding for three sequences, two of them with chunks."""
+def appending_call(where, size: float = 1.0, is_ragged: bool = False, is_turned: bool = False):
+    """A call that appends with a rotary embedding, for sequences with chunks and without.
+
+    Args:
+        size: of queries and keys.
+        is_ragged: whether each sequence gets as many tokens as it has queries.
+        is_turned: whether positions of the embedding count from other lengths.
+    """
     torch.manual_seed(0)
-    queries, lengths, heads_kv, head_dim = (300, 2, 200), (900, 500, 190), 2, 128
+    queries, lengths = (300, 2, 200), (900, 500, 190)
+    if is_ragged:
+        queries, lengths = (3, 0, 1, 70), (5, 9, 0, 40)
+    heads_kv, head_dim = 2, 64 if is_ragged else 128
+    new = (sum(queries),) if is_ragged else (len(queries), NEW)
 
     def normal(*shape: int) -> torch.Tensor:
         return (size * torch.randn(shape, device=where)).bfloat16()
 
-    angle = torch.rand(1300, head_dim // 2, device=where)
-    return {
+    ends = integers(0, *queries, device=where).cumsum(0, dtype=torch.int32)
+    angle = torch.rand(1300, 16 if is_ragged else head_dim // 2, device=where)
+    call = {
         "q": normal(sum(queries), 4 * heads_kv, head_dim),
-        "k_cache": normal(3, 960, heads_kv, head_dim),
-        "v_cache": normal(3, 960, heads_kv, head_dim) / size,
-        "k": normal(3, NEW, heads_kv, head_dim), "v": normal(3, NEW, heads_kv, head_dim) / size,
-        "cache_seqlens": torch.tensor(lengths, device=where).int(),
-        "cu_seqlens_q": torch.tensor([0, *queries], device=where).cumsum(0).int(),
-        "max_seqlen_q": max(queries), "causal": True,
+        "k_cache": normal(len(queries), 960, heads_kv, head_dim),
+        "v_cache": normal(len(queries), 960, heads_kv, head_dim) / size,
+        "k": normal(*new, heads_kv, head_dim), "v": normal(*new, heads_kv, head_dim) / size,
+        "cache_seqlens": integers(*lengths, device=where), "cu_seqlens_q": ends,
+        "max_seqlen_q": max(queries),
         "rotary_cos": angle.cos().bfloat16(), "rotary_sin": angle.sin().bfloat16(),
     }  # fmt: skip
+    if is_ragged:
+        call["cu_seqlens_k_new"] = ends
+    if is_turned:
+        call["rotary_seqlens"] = integers(7, 2, 0, 100, device=where)
+    return call
 
 
 def of_sequence(call: dict, sequence: int) -> dict:
     """What a call asks for one of its sequences, as a call without packed queries."""
-    call, ends = dict(call), call["cu_seqlens_q"].tolist()
+    call, rows = dict(call), slice(*call["cu_seqlens_q"][sequence : sequence + 2].tolist())
+    by_row = ["k_cache", "v_cache", "cache_seqlens", "rotary_seqlens"]
+    packed = ["q", "k", "v"] if call.pop("cu_seqlens_k_new", None) is not None else ["q"]
     del call["cu_seqlens_q"], call["max_seqlen_q"]
-    for name in ("k_cache", "v_cache", "k", "v", "cache_seqlens"):
+    for name in call.keys() & {*by_row, "k", "v"} - {*packed}:
         call[name] = call[name][sequence : sequence + 1].clone()
-    return call | {"q": call["q"][None, slice(*ends[sequence : sequence + 2])]}
+    return call | {name: call[name][None, rows] for name in packed}
 
 
-@pytest.mark.parametrize("size", [1.0, 40.0])
-def test_chunks_see_equally_many_new_tokens(size, where):
+RAGGED = {"is_ragged": True}, {"is_ragged": True, "is_turned": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal", "interleaved"),
+    [
+        ({}, True, True),
+        ({"size": 40.0}, True, True),
+        *itertools.product(RAGGED, (False, True), (False, True)),
+    ],
+    ids=str,
+)
+def test_sequences_are_as_alone(kind, causal, interleaved, where):
     """With huge scores the fixed reference of long sequences fails, and their rows are computed
     once more, from the same rotated queries."""
-    call = appending_call(size, where)
-    alone = [of_sequence(call, sequence) for sequence in range(3)]
+    call = appending_call(where, **kind) | {"causal": causal, "rotary_interleaved": interleaved}
+    ends = call["cu_seqlens_q"].tolist()
+    alone = [of_sequence(call, sequence) for sequence in range(len(ends) - 1)]
     with poisoned_allocations():
         out, lse = fa3.flash_attn_with_kvcache(**call, return_lse=True)
-    ends = call["cu_seqlens_q"].tolist()
     for sequence, given in enumerate(alone):
         rows = slice(*ends[sequence : sequence + 2])
         expected, expected_lse = fa3.flash_attn_with_kvcache(**given, return_lse=True)
