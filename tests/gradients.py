@@ -1,8 +1,7 @@
 """How far gradients may be from those of dense attention."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from problems import poisoned_allocations
@@ -14,7 +13,6 @@ from reference import (
     largest_difference,
     visible,
 )
-from torch.overrides import TorchFunctionMode
 from varlen_problems import VarlenProblem, modifiers_of
 
 import fa3
@@ -164,35 +162,6 @@ def error_of_queries(q, k, v, d_out, window: Window, modifiers: dict) -> float:
     keys, _ = dense(q, k, k, window=window, **modifiers)
     of_rows = (d_out.double() * out).norm(dim=3) * keys.abs().amax(dim=3) * q.shape[3] ** -0.5
     return torch.finfo(q.dtype).eps * of_rows.amax().item() if of_rows.numel() else 0.0
-
-
-class ForFloat32(TorchFunctionMode):
-    """Gives float64 where float32 is asked for by `float` or a keyword."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        return function(*args, **kwargs)
-
-
-@contextmanager
-def sums_in_float64() -> Iterator[None]:
-    """Have `fa3.reference` keep its sums in float64: small steps of what comes in show in them."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with ForFloat32():
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def without_empty_rows(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-sum-exp of rows that see no key as 0: differences of -inf would be NaN."""
-    return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 # --------------------------------------------------------------------------------- packed sequences
