@@ -179,29 +179,6 @@ def test_ordinary_scores(head_dim, window, device):
     assert not used_counters()
 
 
-@pytest.mark.parametrize("schedule", ["list", "split"])
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 40)])
-def test_one_kernel_has_both_references(window, schedule, device):
-    """Each launch has its own: one marks rows that outgrow it, the other has none to mark."""
-    problem = make_problem(2, 1100, 1500, 2, 2, 128, window)
-    q, k, v = make_operands(problem, device=device)
-    fixed, online_max = (
-        plan_of(problem, schedule, is_fixed, cluster_h=2) for is_fixed in (True, False)
-    )
-    assert fixed.kernel() == online_max.kernel() and fixed.kernel().has_online_and_fixed
-    for plan in (fixed, online_max, fixed):
-        out, lse = attend(q, k, v, window, plan=plan)
-        check_attention(out, lse, q, k, v, window=window)
-    # Not in the first block that the row sees, whose keys the reference is made from.
-    row = q[0, 1099, 1].float()
-    k[0, 1250, 0] = 120 * 128**0.5 / row.norm() ** 2 * row
-    assert (0, 1, 1099) in marked(fixed, q, k, v)
-    for plan in (online_max, fixed):
-        out, lse = attend(q, k, v, window, plan=plan)
-        check_attention(out, lse, q, k, v, window=window, lse_tolerance=3e-4)
-    assert not used_counters()
-
-
 @pytest.mark.parametrize(("schedule", "cluster"), WAYS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import cutlass
 import pytest
@@ -17,9 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa3
 import fa3.interface
-from fa3.calls import backward, operators
-from fa3.calls.operators import run_backward
-from fa3.reference.backward import Gradients
+from fa3.calls import operators
 
 
 @dataclass(frozen=True)
@@ -428,35 +425,6 @@ ORDERED = {
     "dense": (attend_in_order, tensors),
     "packed": (attend_inside_in_order, lambda n: (*packed(n, 5, n // 2), n)),
 }
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize("call", ORDERED)
-def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
-    run, make = ORDERED[call]
-    graph = make_fx(lambda *given: gradients(run, given))(*make(20)).graph
-    (node,) = (node for node in graph.nodes if "backward" in str(node.target))
-    assert node.target is operators.BACKWARD.overload
-    assert (operators.BACKWARD.by_name(node.args) | node.kwargs)["deterministic"] is True
-
-    asked = []
-
-    def prepared(call, *given):
-        asked.append(call.deterministic)
-        return SimpleNamespace(launch=lambda *given: Gradients(None, None, None, None))
-
-    monkeypatch.setattr(backward.BackwardCall, "prepared", prepared)
-    for deterministic in (True, False):
-        case = {"dense": backward_case, "packed": varlen_backward_case}[call]
-        _, named = case(deterministic=deterministic)
-        named["q"] = named["q"].as_subclass(OnGpu)
-        run_backward(**named)
-    assert asked == [True, False]
 
 
 @pytest.mark.parametrize(

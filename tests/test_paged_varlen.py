@@ -106,25 +106,6 @@ def test_calls_of_the_decode_kernel_alone(functions, options, where, monkeypatch
     assert attending and "forward" not in attending
 
 
-@pairs(page_size=[16, 64, 128], functions=[{}, {"score": "relative", "mask": "documents"}])
-def test_long_chunks_have_the_bits_of_packed_keys(page_size, functions, device):
-    """The same forward kernel with the same tiling, whose keys come in boxes."""
-    problem = VarlenProblem(
-        (500, 129, 260), (500, 3000, 1111), (430, 129, 260), heads_kv=2, group=8,
-        recipe=Recipe(**functions), causal=True,
-    )  # fmt: skip
-    call = make_call(problem, 0, device)
-    results = [
-        fa3.flash_attn_varlen_func(**one, return_lse=True)
-        for one in (call, on_pages(problem, call, page_size))
-    ]
-    for rows in problem.rows:
-        (out, lse), (of_pages, lse_of_pages) = results
-        at = slice(rows.q.start, rows.q.stop)
-        assert torch.equal(out[at], of_pages[at])
-        assert torch.equal(lse[:, at], lse_of_pages[:, at])
-
-
 @pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"recipe": Recipe(20.0)}], ids=str)
 def test_chunks_with_huge_scores(options, device):
     """The fixed reference of long sequences fails, and their rows are computed once more."""

@@ -10,7 +10,6 @@ from pairs import pairs
 from varlen_problems import (
     WRONG_ENDS,
     VarlenProblem,
-    attend,
     check_beside_what_is_not_finite,
     check_call,
     check_graph,
@@ -85,20 +84,6 @@ def test_random_calls(seed, sharing):
 def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head_dim, sharing):
     problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
     check_beside_what_is_not_finite(problem, sharing)
-
-
-def test_tiles_without_it_keep_their_bits(sharing):
-    problem = VarlenProblem(EVEN, EVEN, heads_kv=2, causal=True)
-    call = make_call(problem, 0, sharing)
-    clean, clean_lse = attend(call)
-    call["v"][problem.rows[-1].k.start] = torch.nan
-    out, lse = attend(call)
-    # Rows of all tiles but the last.
-    rows = len(out) // 128 * 128
-    assert torch.equal(out[:rows], clean[:rows]) and torch.equal(lse[:, :rows], clean_lse[:, :rows])
-    assert not torch.equal(out, clean)
-    again, _ = attend(call)
-    assert torch.equal(out.nan_to_num(), again.nan_to_num())
 
 
 def test_gradients_of_sequences_that_share_tiles(sharing, monkeypatch):
