@@ -1,6 +1,7 @@
 """Calls on CPU tensors that have all of their tensors, some of which must be refused."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from kvcache_problems import CacheProblem, make_call
@@ -107,26 +108,16 @@ CALLS = {
 
 
 def calls_of_q() -> dict:
-    """Return functions of one tensor for each call that launches something."""
+    """Return functions of the first tensor of each call that launches something, and the tensor."""
     found = {}
-    for call, first in (
-        ("attend", "q"),
-        ("varlen", "q"),
-        ("cache", "q"),
-        ("combine", "out_partial"),
-    ):
-        run, tensors = CALLS[call]
-        rest = tensors()
-        q = rest.pop(first)
-        found[call] = outputs_of(run, first, rest), q
+    for call in ("attend", "varlen", "cache", "combine"):
+        run, make = CALLS[call]
+        (first, q), *rest = make().items()
+        found[call] = partial(output_of, run, dict(rest), first), q
     return found
 
 
-def outputs_of(run, first: str, rest: dict):
-    """Return a function from one tensor of a call to the call's output."""
-
-    def of_first(tensor):
-        result = run(rest | {first: tensor})
-        return result[0] if isinstance(result, tuple) else result
-
-    return of_first
+def output_of(run, rest: dict, first: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the output of a call with another first tensor."""
+    result = run({first: tensor} | rest)
+    return result[0] if isinstance(result, tuple) else result

@@ -202,11 +202,6 @@ def test_which_sequences_are_the_decode_kernels(case):
     assert choose_route(signature_of(num_splits=1), of_call).most_queries == expected
 
 
-def test_of_equal_lengths_few_may_be_used():
-    of_call, _ = SIZES["equal chunks"]
-    assert choose_route(signature_of(has_used_q=True), of_call).most_queries == 32
-
-
 CHUNK = PackedSizes(1, 8, 512, 1 << 15, 512, 1 << 15)
 
 FEW_TILES = {
