@@ -1,7 +1,6 @@
 """Calls on CPU tensors that have all of their tensors, some of which must be refused."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from kvcache_problems import CacheProblem, make_call
@@ -113,11 +112,15 @@ def calls_of_q() -> dict:
     for call in ("attend", "varlen", "cache", "combine"):
         run, make = CALLS[call]
         (first, q), *rest = make().items()
-        found[call] = partial(output_of, run, dict(rest), first), q
+        found[call] = outputs_of(run, dict(rest), first), q
     return found
 
 
-def output_of(run, rest: dict, first: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the output of a call with another first tensor."""
-    result = run({first: tensor} | rest)
-    return result[0] if isinstance(result, tuple) else result
+def outputs_of(run, rest: dict, first: str):
+    """Return a function from a call's first tensor to its output."""
+
+    def output_of(tensor: torch.Tensor) -> torch.Tensor:
+        result = run({first: tensor} | rest)
+        return result[0] if isinstance(result, tuple) else result
+
+    return output_of

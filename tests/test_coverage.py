@@ -87,10 +87,6 @@ def test_they_pass_unchanged():
     check(TileList.balanced(TileOrder(0, 2, 1, 1), 0, np.ones(0)))
 
 
-def test_some_tiles_are_in_parts():
-    assert IN_PARTS.num_slots == 4
-
-
 @pytest.mark.parametrize("num_clusters", [200, 300, 40_000, 70_000])
 def test_any_number_of_clusters_can_be_dealt_to(num_clusters):
     num_tiles = num_clusters + num_clusters // 2

@@ -14,7 +14,7 @@ from score_problems import Span
 import fa3
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.problem import NO_BOUND, AttentionSpec, Window
+from fa3.problem import AttentionSpec, Window
 from fa3.schedules import StaticPersistent
 from fa3.scores.masks import Band, Blocks, Intersection, Rows, Sequence
 from fa3.scores.scores import Alibi, Softcap
@@ -84,11 +84,6 @@ def test_no_block_is_touched_or_masked_in_vain(tile):
         assert block.any() or blocks.end - blocks.begin == 1
         if not blocks.full_begin <= n_block < blocks.full_end:
             assert block.shape[1] < tile_n or not block.all()
-
-
-def test_only_the_presence_of_bounds_is_compile_time():
-    assert Band.of(Window(5, 7)) == Band.of(Window(0, 0)) == Band(left=True, right=True)
-    assert Band.of(Window(NO_BOUND, 0)) == Band(left=False, right=True)
 
 
 # --------------------------------------------------------------------------- a mask of the user's

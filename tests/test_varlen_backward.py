@@ -163,13 +163,6 @@ def test_more_heads_than_a_grid_has_rows(device):
             assert torch.equal(all_heads[:, begin:end], some[:, begin:end])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_short_sequences(head_dim, device):
-    draw = random.Random(0)
-    lengths = tuple(draw.randint(0, 16) for _ in range(1200))
-    check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2, head_dim=head_dim), device)
-
-
 def test_a_graph_serves_other_lengths(device):
     problems = [VarlenProblem(lengths, lengths, causal=True) for lengths in ((300, 5), (150, 155))]
     call, other = (make_call(problem, seed, device) for seed, problem in enumerate(problems))
