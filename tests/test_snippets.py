@@ -115,5 +115,5 @@ def test_every_guide_with_python_is_run():
         for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
         if any(not note.startswith(NOT_HERE) for note, _ in BLOCK.findall(page.read_text()))
     }
-    # test_gallery.py runs the gallery.
+    # test_examples.py runs the gallery.
     assert written <= {*PAGES, *COMPILING, "docs/gallery.md"}
