@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fa3.calls.call import AttentionCall, check_tensors
+from fa3.calls.call import AttentionCall, check_tensors, placed_tensors
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import ALIGNMENT, DTYPES, FP8_DTYPE, Operand, check_rank, describe
 from fa3.calls.options import DENSE, checked_options, integer
@@ -33,7 +33,8 @@ def problem_posed_by(
         for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))
     )
     functions, _ = functions_of(q, score, mask)
-    call = AttentionCall(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks, kind=DENSE)
+    described = placed_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks)
+    call = AttentionCall.of(described, DENSE)
     check_tensors(call)
     return call.problem(options._replace(functions=functions))
 
