@@ -457,7 +457,7 @@ SIZES = [
     ("metadata", "cache_seqlens", {"max_seqlen_k": 1 << 40, "cache_seqlens": -(1 << 39)},
      "must be from 0 to 2146435072"),
     ("metadata", "cache_seqlens", {"max_seqlen_k": 1 << 40, "cache_seqlens": integers(3, LARGEST)},
-     "must be at most 2146435072"),
+     "must be from 0 to 2146435072"),
 ]  # fmt: skip
 
 METADATA = [

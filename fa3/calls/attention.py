@@ -303,8 +303,6 @@ def run_call(
     if not has_gradient:
         out, lse = call.attend(tensors, read or None, scale, dropout, bounds, returns_lse)
         return (out, lse) if returns_lse else out
-    if call.scales is not None:
-        raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
     check_differentiable(q, k, v, sinks, score, tensors[OUT], options.pack_gqa)
     backward = BackwardCall(call.problem, bounds, scale, deterministic, call.num_sms)
     attend = functools.partial(call.attend, tensors, read or None, scale, dropout, bounds, True)

@@ -31,7 +31,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.calls.values import PADDING, check_each, check_lengths
+from fa3.calls.values import PADDING, check_each, check_ends, check_lengths
 from fa3.complaints import kind_of
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.planning.gpu import H200, Gpu
@@ -266,48 +266,32 @@ def keys_in_cache(
     if not all(tensor is None or is_visible(tensor) for tensor in tensors.values()):
         return None
     before, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
-    if ends and ends[0] != 0:
-        raise ValueError(f"cu_seqlens_k_new must begin with 0, got {ends[0]}")
+    if ends:
+        check_ends("cu_seqlens_k_new", ends, "k", LONGEST)
     new = [b - a for a, b in itertools.pairwise(ends)] if ends else [most_new] * batch
-    for sequence, (length, count) in enumerate(zip(before, new, strict=True)):
-        check_room(sequence, length, count, most_keys, most_new)
+    check_each("cache_seqlens", before, LONGEST, "from 0 to {}")
     totals = [a + b for a, b in zip(before, new, strict=True)]
+    most = max(new, default=0)
+    if 0 < most_new < most:
+        raise ValueError(
+            f"max_seqlen_k_new must be the most tokens that a sequence gets, {most}, or more, "
+            f"got {most_new}: sequence {new.index(most)} of cu_seqlens_k_new has them"
+        )
+    check_each("cache_seqlens", totals, LONGEST, "at most {} with new tokens")
+    if max(totals, default=0) > most_keys:
+        raise ValueError(
+            f"max_seqlen_k must be the longest length with new tokens, {max(totals)}, or more, got "
+            f"{most_keys}"
+        )
     padding = padding or [0] * batch
     check_each("cache_leftpad", padding, totals, PADDING)
     return [total - pad for total, pad in zip(totals, padding, strict=True)]
 
 
-def check_room(sequence: int, length: int, count: int, most_keys: int, most_new: int) -> None:
-    """Raise unless a sequence can have this length, and get so many tokens."""
-    total = length + count
-    if length < 0:
-        raise ValueError(f"cache_seqlens must be 0 or more, got {length} for sequence {sequence}")
-    if count < 0:
-        raise ValueError(
-            f"cu_seqlens_k_new must not decrease, but falls by {-count} for sequence {sequence}"
-        )
-    if 0 < most_new < count:
-        raise ValueError(
-            f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or more, "
-            f"got {most_new}: sequence {sequence} of cu_seqlens_k_new has them"
-        )
-    if total > LONGEST:
-        raise ValueError(
-            f"cache_seqlens must be at most {LONGEST} with new tokens, got {total} for sequence "
-            f"{sequence}"
-        )
-    if total > most_keys:
-        raise ValueError(
-            f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
-            f"{most_keys}"
-        )
-
-
 def equal_lengths(batch: int, cache_seqlens: object) -> torch.Tensor:
     """One length for each sequence."""
     length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
-    if not 0 <= length <= LONGEST:
-        raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
+    check_each("cache_seqlens", [length], LONGEST, "from 0 to {}")
     return torch.full((batch,), length, dtype=torch.int32, device="cpu")
 
 
