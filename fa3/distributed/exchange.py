@@ -1,7 +1,7 @@
 """What the ranks of a group send each other: rows, heads, and what they were asked for."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +24,9 @@ def group_of(group: Group) -> dist.ProcessGroup:
     """Return the process group of an argument `group`; None stands for all ranks."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed must be initialised: call init_process_group first")
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
     group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) and isinstance(group, DeviceMesh):
+        group = group.get_group() if group.ndim == 1 else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             "group must be a ProcessGroup that has this rank, a DeviceMesh of 1 dimension or None, "
@@ -85,11 +85,6 @@ class Split:
         dist.all_reduce(x := x.float().contiguous(), group=self.group)
         rows = [x[:, one.start : one.stop] for one in self.chunks[self.rank]]
         return torch.cat([x[:, :0], *rows], 1)
-
-
-def rows_at(x: Tensor, messages: Iterable[tuple[int, slice]]) -> list[tuple[int, Tensor]]:
-    """Return messages with the rows of a tensor at their places."""
-    return [(rank, x[places]) for rank, places in messages]
 
 
 class Joined(NamedTuple):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa3.distributed.alone import FourGradients, KeyPart, packed_lengths
-from fa3.distributed.exchange import Joined, Split, orders, rows_at
+from fa3.distributed.exchange import Joined, Split, orders
 from fa3.distributed.pieces import (
     RowExchange,
     Runs,
@@ -56,14 +56,19 @@ class Hops:
         """Begin a hop; return the buffer of its keys, and what waits for them."""
         total, _, sent, received = self.hops[i].exchange
         buffer = self.joined.empty(own, total) if i else own
-        return buffer, self.split.start(rows_at(own, sent), rows_at(buffer, received))
+        messages = [(rank, own[rows]) for rank, rows in sent]
+        return buffer, self.split.start(messages, [(rank, buffer[x]) for rank, x in received])
 
-    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Hop, Tensor, Callable]]:
-        """Yield each hop with its number, its keys, and what waits for them."""
+    def arrivals(self, k: Tensor, v: Tensor | None) -> Iterator[tuple[int, Hop, Tensor, Callable]]:
+        """Yield each hop with its number, its keys, and what waits for them.
+        Without v, k has the keys and values of the only hop."""
+        if v is None:
+            yield 0, self.hops[0], k, lambda: None
+            return
         own = self.joined.empty(k, self.hops[0].exchange.total)
         for rows, places in self.hops[0].exchange.kept:
-            for x, target in zip((k, v), self.joined.views(own, places), strict=True):
-                target.copy_(x[:, rows])
+            flat = [x[:, rows].transpose(0, 1).flatten(2) for x in (k, v)]
+            torch.cat(flat, 2, out=own[places])
         arriving = self.start(0, own)
         for i, hop in enumerate(self.hops):
             buffer, wait = arriving
@@ -76,7 +81,8 @@ class Hops:
             wait()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
-        """Return out, the log-sum-exp or None, and what the backward pass reads."""
+        """Return out, the log-sum-exp or None, and what the backward pass reads.
+        That is the keys of all ranks where q and out take no less memory."""
         lses = list[Tensor]()
         total: Any = None
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -95,13 +101,18 @@ class Hops:
                 total = out.float()
         out = out if total is None else total.to(q.dtype)
         whole_lse = torch.cat(lses, 2) if returns_lse else None
-        return out, whole_lse, (q, k, v, out, *lses)
+        columns, most = (
+            self.joined.width * len(self.split.rows),
+            q.shape[2] * (q.shape[3] + v.shape[3]),
+        )
+        saved: Any = (k, v) if len(self.hops) > 1 or columns > most else (buffer, None)
+        return out, whole_lse, (q, out, *saved, *lses)
 
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
         """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
-        q, k, v, out, *lses = saved
+        q, out, k, v, *lses = saved
         finish_hop = dq = d_sinks = own = None  # type: Any
         for i, hop, buffer, wait in self.arrivals(k, v):
             sums, dqs, finish = list[Tensor](), dict[int, Tensor](), None
@@ -113,12 +124,9 @@ class Hops:
                 if not part.is_local:
                     wait()
                 elif finish is None:
-                    finish = self.start_back(i, sums, k, v)
-                tensors: list[Any] = [
-                    q[:, rows],
-                    *self.joined.views(buffer, part.keys),
-                    out[:, rows],
-                ]
+                    finish = self.start_back(i, sums, q)
+                keys = self.joined.views(buffer, part.keys)
+                tensors: list[Any] = [q[:, rows], *keys, out[:, rows]]
                 tensors += [lses[0][:, :, rows].contiguous() if i else lses[j]]
                 tensors += [None if d_out is None else d_out[:, rows]]
                 tensors += [None if d_lse is None else d_lse[:, :, rows]]
@@ -128,7 +136,7 @@ class Hops:
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
                 add_keys(sums, dkv, part.keys, len(buffer))
-            finish = finish or self.start_back(i, sums, k, v)
+            finish = finish or self.start_back(i, sums, q)
             if i:
                 for j, part in enumerate(hop.parts):
                     dq[:, part.rows].add_(dqs[j])
@@ -139,27 +147,29 @@ class Hops:
                 dq = dq.float() if len(self.hops) > 1 else dq
             finish_hop = finish
         finish_hop(own)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dk, dv = (q.new_empty(*q.shape[:2], *size) for size in self.joined.sizes)
         for rows, places in self.hops[0].exchange.kept:
             for x, total in zip((dk, dv), own, strict=True):
                 x[:, rows].copy_(total[:, places])
         return dq, dk, dv, d_sinks
 
-    def start_back(self, i: int, sums: list[Tensor], k: Tensor, v: Tensor) -> Callable:
+    def start_back(self, i: int, sums: list[Tensor], q: Tensor) -> Callable:
         """Begin to exchange sums of dK and dV of a hop: other ranks' go to them, this one's come.
         The sums become of all rows of the hop's buffer. Return what adds those that have come to
         sums over the first hop's buffer."""
         (total, _, sent, received), order = self.hops[i].exchange, self.hops[i].order
         if not sums or order is not None:
-            ordered, shapes = tuple(sums), [(len(x), total, *x.shape[2:]) for x in (k, v)]
-            sums[:] = [k.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+            ordered = tuple(sums)
+            sums[:] = [
+                q.new_zeros(len(q), total, *x, dtype=torch.float32) for x in self.joined.sizes
+            ]
             for x, y in zip(sums, ordered, strict=False):
                 x.index_add_(1, order, y)  # type: ignore[arg-type]
         by_rows = [x.transpose(0, 1).contiguous() for x in sums] if received else []
         coming = [
-            (rank, x.new_empty(rows.stop - rows.start, len(x), *x.shape[2:], dtype=torch.float32))
+            (rank, q.new_empty(rows.stop - rows.start, len(q), *size, dtype=torch.float32))
             for rank, rows in sent
-            for x in (k, v)
+            for size in self.joined.sizes
         ]
         leaving = [(rank, x[places]) for rank, places in received for x in by_rows]
         wait = self.split.start(leaving, coming)

@@ -66,10 +66,8 @@ class SequenceLayout:
 
         Documents count from their own beginning.
         """
-        (places,), starts = (
-            self.shard(torch.arange(seqlen)[None], 1, group),
-            torch.tensor(self.cu_seqlens),
-        )
+        (places,) = self.shard(torch.arange(seqlen)[None], 1, group)
+        starts = torch.tensor(self.cu_seqlens)
         return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa3.distributed.alone import FourGradients, KeyPart, packed_lengths
-from fa3.distributed.exchange import Joined, Split, orders, rows_at
+from fa3.distributed.exchange import Joined, Split, orders
 from fa3.distributed.pieces import RowExchange, everything_of, exchange_of
 
 
@@ -47,7 +47,7 @@ class Ulysses:
             target.unflatten(1, (len(self.split.rows), -1)).copy_(self.by_rank(x, 2).movedim(2, 1))
         leaving, buffer = self.by_rank(leaving, 0), joined.empty(tensors[0], total)
         messages = [(rank, leaving[rank, rows]) for rank, rows in sent]
-        wait = self.split.start(messages, rows_at(buffer, received))
+        wait = self.split.start(messages, [(rank, buffer[rows]) for rank, rows in received])
         for rows, places in kept:
             buffer[places].copy_(leaving[self.split.rank, rows])
         wait()
@@ -127,12 +127,9 @@ def ulysses_of(
     joined = Joined.of(batch, *((heads * n // count, columns) for (heads, columns), n in repeated))
     if not ends:
         everything = ((range(sum(split.rows)),),) * count
-        return Ulysses(
-            split, part, joined, copies, exchange_of(split.chunks, everything, split.rank), ()
-        )
+        exchange = exchange_of(split.chunks, everything, split.rank)
+        return Ulysses(split, part, joined, copies, exchange, ())
     rows = tuple(end - begin for begin, end in pairwise(ends))
     part = replace(part, lengths=packed_lengths(device, rows, rows))
-    of_rows = orders(split.chunks, device)
-    return Ulysses(
-        split, part, joined, copies, everything_of(split.rows, split.rank, False), of_rows
-    )
+    exchange = everything_of(split.rows, split.rank, False)
+    return Ulysses(split, part, joined, copies, exchange, orders(split.chunks, device))
