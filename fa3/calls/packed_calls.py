@@ -219,15 +219,16 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
         has_used_q=call.seqused_q is not None,
     )  # fmt: skip
     made = packed_call(signature, on_gpu)
+    most_rows = PackedSizes(
+        call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
+    )
+    name, most_queries, _ = choose_route(signature, most_rows)
+    if name == DECODE:
+        # Without a route to look up in each call.
+        loaded = made.prepared and made.prepared(DECODE, most_queries)
+        return PreparedDecode(made.decode_plan(most_queries, False), loaded)
     if made.prepared is not None:
         # Now, since no length may cause a compilation.
-        most_rows = PackedSizes(
-            call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
-        )
-        route = choose_route(signature, most_rows)
-        if route.name == DECODE:
-            made.prepared(DECODE, route.most_queries)
-        else:
-            made.prepared(BOTH, signature.short_limit)
-            made.prepared(DECODE, signature.most_queries_of_few)
+        made.prepared(BOTH, signature.short_limit)
+        made.prepared(DECODE, signature.most_queries_of_few)
     return made
