@@ -300,7 +300,7 @@ class BackwardPlan:
     def dq_is_zeroed(self) -> bool:
         """Whether the dQ accumulator starts with zeros."""
         problem = self.problem
-        return self.is_ordered or problem.seqlen_k > most_keys_unzeroed(problem.window)
+        return not self.is_ordered and problem.seqlen_k > most_keys_unzeroed(problem.window)
 
     @property
     def heads_in_l2(self) -> int:

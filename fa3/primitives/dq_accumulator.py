@@ -12,14 +12,14 @@ What an accumulator starts with, and the order in which key tiles add, is one of
                   reduce warp claims the query tile by an atomic. The first one stores, the others
                   wait until the value has arrived, and add. A CTA that holds a claim waits for no
                   other CTA before it has stored, so there is no deadlock.
-    ordered       As zeroed, but key tiles add in a fixed order, the last keys first, so that the
-                  bits never change. A semaphore for each query tile counts the key tiles that have
-                  added. CTAs take key tiles in the same order, so each tile that is waited for is
-                  done or runs. A warp other than the reduce warp raises semaphores: a release takes
-                  long.
+    ordered       Key tiles add in a fixed order, so that the bits never change. A semaphore for
+                  each query tile counts the key tiles that have added. The first one in the order
+                  stores; only packed sequences start with zeros. CTAs take key tiles in the same
+                  order, so each tile that is waited for is done or runs. A warp other than the
+                  reduce warp raises semaphores: a release takes long.
 
-Short sequences have no zeros: writing and reading them took up to a fifth of the backward pass. In
-long sequences key tiles keep step, and the first one would hold up the others
+Without a fixed order, short sequences have no zeros: writing and reading them took up to a fifth of
+the backward pass. In long sequences key tiles keep step, and the first one would hold up the others
 (docs/experiments.md).
 """
 
@@ -173,7 +173,8 @@ class DqAccumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class DqSemaphore:
-    """The turn of one key tile and one query head in a fixed order."""
+    """The turn of one key tile and one query head in a fixed order.
+    With any mask, the key tiles that visit a query block are neighbours in the order."""
 
     dq: DqAccumulator  # the accumulator of the tile's sequence
     rank: Int32  # 1 + the number of key tiles that add before this one
@@ -300,6 +301,8 @@ class DqReduction:
         if cutlass.const_expr(self.semaphore is not None):
             self.pipelines.staged.consumer_wait(state)
             self.semaphore.wait(tile, rank)
+            # Packed sequences have zeros: a tile with unused keys only may add at any time.
+            is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
         if cutlass.const_expr(self.has_first_store):
             self.pipelines.staged.consumer_wait(state)
             self.sync()
