@@ -302,7 +302,8 @@ class DqReduction:
             self.pipelines.staged.consumer_wait(state)
             self.semaphore.wait(tile, rank)
             # Packed sequences have zeros: a tile with unused keys only may add at any time.
-            is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
+            if cutlass.const_expr(not isinstance(self.dq.tiles, PackedQueryTiles)):
+                is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
         if cutlass.const_expr(self.has_first_store):
             self.pipelines.staged.consumer_wait(state)
             self.sync()
