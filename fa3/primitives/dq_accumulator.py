@@ -173,8 +173,7 @@ class DqAccumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class DqSemaphore:
-    """The turn of one key tile and one query head in a fixed order.
-    With any mask, the key tiles that visit a query block are neighbours in the order."""
+    """The turn of one key tile and one query head in a fixed order."""
 
     dq: DqAccumulator  # the accumulator of the tile's sequence
     rank: Int32  # 1 + the number of key tiles that add before this one
@@ -204,8 +203,7 @@ class DqSemaphore:
     @cute.jit
     def has_predecessor(self, tile) -> Boolean:
         """Whether another key tile adds to a query tile before this one."""
-        m_block, _, _ = tile
-        return m_block >= self.begin and m_block < self.end
+        return tile[0] >= self.begin and tile[0] < self.end
 
     def signal(self, tile):
         """Say that this key tile has added to a query tile; one thread calls this.
@@ -301,7 +299,6 @@ class DqReduction:
         if cutlass.const_expr(self.semaphore is not None):
             self.pipelines.staged.consumer_wait(state)
             self.semaphore.wait(tile, rank)
-            # Packed sequences have zeros: a tile with unused keys only may add at any time.
             if cutlass.const_expr(not isinstance(self.dq.tiles, PackedQueryTiles)):
                 is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
         if cutlass.const_expr(self.has_first_store):
@@ -313,8 +310,7 @@ class DqReduction:
 
     def sync(self):
         """Sync the warp before lane 0 releases a stage.
-        A lane that polls late could see the barrier two phases on, with the same parity, and hang.
-        """
+        A lane that polls late could see the barrier two phases on with equal parity, and hang."""
         cute.arch.sync_warp()
 
 
