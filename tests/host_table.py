@@ -33,6 +33,7 @@ class TableKind(NamedTuple):
     short_queries: int
     qhead_per_kvhead: int
     num_ctas: int
+    more_beside: float = MORE_BESIDE
 
     def table(self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths) -> np.ndarray:
         """Return the table, with room for one record at least.
@@ -92,15 +93,19 @@ class TableKind(NamedTuple):
             return 0
         ratio = self.qhead_per_kvhead
         long = float((num_tiles * ratio * (blocks.sum(0) / 2 + BLOCKS_OF_ENDS)).sum())
-        seqlen_q, seqlen_k = seqlen_q[is_short], seqlen_k[is_short]
-        row_blocks = (seqlen_q * ratio + ROWS - 1) // ROWS
-        short_sequence = Sequence(seqlen_q, seqlen_k, self.window)
-        read = self.blocks(0 * row_blocks, seqlen_q, DECODE_TILE_N, short_sequence)
-        short = float((row_blocks * read).sum()) * (KEYS_OF_DECODING / self.tile_n)
-        share = MORE_BESIDE * short / max(long + short, 1.0)
+        short = self.short_work(seqlen_q[is_short], seqlen_k[is_short])
+        share = self.more_beside * short / max(long + short, 1.0)
         if share >= MOST_BESIDE:
             return self.num_ctas
         return min(int(self.num_ctas * share) + 1, self.num_ctas)
+
+    def short_work(self, seqlen_q: np.ndarray, seqlen_k: np.ndarray) -> float:
+        """Return the work of these sequences, which are the decode kernel's, for each key/value
+        head, in key blocks of the forward kernel."""
+        row_blocks = (seqlen_q * self.qhead_per_kvhead + ROWS - 1) // ROWS
+        sequence = Sequence(seqlen_q, seqlen_k, self.window)
+        read = self.blocks(0 * row_blocks, seqlen_q, DECODE_TILE_N, sequence)
+        return float((row_blocks * read).sum()) * (KEYS_OF_DECODING / self.tile_n)
 
 
 def records_of(table: np.ndarray) -> list[TileRecord]:

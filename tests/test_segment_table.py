@@ -33,10 +33,22 @@ from varlen_problems import (
 import fa3
 from fa3.calls import packed_calls
 from fa3.kernels.forward import Forward
-from fa3.kernels.segment_table import CUTTERS, SegmentTable, segment_rows
-from fa3.kernels.tile_table import TileTable, capacity_of_table, words_of_table
+from fa3.kernels.segment_table import (
+    CUTTERS,
+    MOST_SPLIT_CTAS,
+    SegmentTable,
+    segment_rows,
+)
+from fa3.kernels.tile_table import (
+    BLOCKS_BESIDE,
+    MORE_BESIDE_SEGMENTS,
+    SLOWER_BESIDE,
+    TileTable,
+    capacity_of_table,
+    words_of_table,
+)
 from fa3.planning.gpu import H200
-from fa3.planning.routes import has_few_tiles
+from fa3.planning.routes import CACHE, has_few_tiles
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.ragged_lengths import RaggedLengths
@@ -61,12 +73,12 @@ TILE_M, TILE_N, NUM_CTAS = 128, 96, 132
 Segments = list[tuple[int, int, int, int]]
 
 
-def cut_tiles(blocks: list[tuple[int, int]], num_ctas: int) -> tuple[list[TileCut], Stretches]:
+def cut_tiles(blocks: list[tuple[int, int]], *ctas: int) -> tuple[list[TileCut], Stretches]:
     """The cuts of tiles with these first key blocks and numbers of blocks, as the kernel's threads
-    make them."""
+    make them for CTAs that begin at once, and others that begin late, and their delay."""
     counts = [count for _, count in blocks]
     work = [count + BLOCKS_OF_TILE for count in counts]
-    stretches = Stretches.of(sum(work), max(counts, default=0), len(blocks), num_ctas)
+    stretches = Stretches.of(sum(work), max(counts, default=0), len(blocks), *ctas)
     starts = itertools.accumulate(work, initial=0)
     tiles = [
         stretches.cut(number, start, *one)
@@ -77,21 +89,21 @@ def cut_tiles(blocks: list[tuple[int, int]], num_ctas: int) -> tuple[list[TileCu
 
 
 def columns_of(
-    blocks: list[tuple[int, int]], num_ctas: int, num_columns: int | None = None
+    blocks: list[tuple[int, int]], num_early: int, num_late: int = 0, delay: int = 0
 ) -> list[Segments]:
     """The segments of each CTA, as the kernel's threads write them."""
-    tiles, stretches = cut_tiles(blocks, num_ctas)
+    tiles, stretches = cut_tiles(blocks, num_early, num_late, delay)
     return [
         [
             (number, *stretches.segment(tile, cta))
             for number, tile in enumerate(tiles)
             if tile.owner <= cta <= tile.owner + tile.cuts
         ]
-        for cta in range(num_columns or num_ctas)
+        for cta in range(num_early + num_late)
     ]
 
 
-def drawn_blocks(seed: int, most: int = CUTTERS - 1) -> list[tuple[int, int]]:
+def drawn_blocks(seed: int, most: int = 400) -> list[tuple[int, int]]:
     draw = random.Random(seed)
     longest = draw.choice((3, 20, 300, 3000))
     kinds = draw.choice(((1,), (1, longest), (longest,)))
@@ -102,8 +114,11 @@ def drawn_blocks(seed: int, most: int = CUTTERS - 1) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_block_of_every_tile_is_in_one_segment(seed):
     blocks = drawn_blocks(seed)
-    num_ctas = random.Random(seed).choice((1, 7, 78, 132, 132, 200))
-    columns = columns_of(blocks, num_ctas)
+    draw = random.Random(seed)
+    num_ctas = draw.choice((1, 7, 78, 132, 132, 200))
+    num_late = draw.choice((0, num_ctas * 2 // 5))
+    delay = draw.choice((1, 30, 500, 1 << 20))
+    columns = columns_of(blocks, num_ctas - num_late, num_late, delay)
     segments = [one for column in columns for one in column]
     slots = []
     for number, (begin, count) in enumerate(blocks):
@@ -132,6 +147,20 @@ def test_chunks_are_cut_for_all_ctas():
     assert max(len(column) for column in columns) == 2
 
 
+@pytest.mark.parametrize("delay", [0, 60, 90, 127, 150])
+@pytest.mark.parametrize("num_late", [12, 17, 53])
+def test_ctas_that_begin_late_end_with_the_others(num_late, delay):
+    """512 queries of 32 heads on 16k keys, while the decode kernel has some CTAs."""
+    columns = columns_of(
+        [(0, 125 + tile // 32) for tile in range(128)], 132 - num_late, num_late, delay
+    )
+    work = [sum(end - first + BLOCKS_OF_TILE for _, first, end, _ in column) for column in columns]
+    ends = [one + (delay if cta >= 132 - num_late else 0) for cta, one in enumerate(work) if one]
+    has_late = delay + SHORTEST_STRETCH < 128 * 128.5 / (132 - num_late)
+    assert (len(ends) > 132 - num_late) == has_late
+    assert max(ends) <= sum(ends) / len(ends) + SHORTEST_PART + BLOCKS_OF_TILE
+
+
 def test_few_blocks_are_not_cut_into_short_parts():
     columns = columns_of([(0, 100)], 132)
     assert sum(map(len, columns)) == -(-(100 + BLOCKS_OF_TILE) // SHORTEST_STRETCH)
@@ -141,15 +170,20 @@ def test_few_blocks_are_not_cut_into_short_parts():
 
 def test_tables_of_all_gpus_have_room():
     """32 bits count what is written, and parts have bits enough, at the bounds of the host."""
-    signature = signature_with(SPEC, gpu=replace(H200, num_sms=CUTTERS - 1))
+    gpu = replace(H200, num_sms=MOST_SPLIT_CTAS)
+    signature = signature_with(SPEC, gpu=gpu)
     assert has_few_tiles(signature, 1, 1, 512, (1 << 30) // 5 * 128 - 1024)
     assert not has_few_tiles(signature, 1, 1, 512, (1 << 30) * 128 // 5)
-    assert not has_few_tiles(signature, 33, 1, 512, 9000) and not has_few_tiles(
-        signature, 1, 60, 512, 9000
-    )
-    signature = replace(signature, gpu=replace(H200, num_sms=CUTTERS))
+    assert not has_few_tiles(signature, 33, 1, 512, 9000)
+    assert not has_few_tiles(signature, 1, 60, 512, 9000)
+    on_cache = replace(signature, call=CACHE, cache=CacheLayout(64))
+    assert has_few_tiles(on_cache, 1, 60, 512, 9000)
+    assert not has_few_tiles(on_cache, 1, 64, 512, 9000)
+    assert has_few_tiles(on_cache, 32, 60, 250, 9000)
+    assert not has_few_tiles(on_cache, 32, 63, 250, 9000)
+    signature = replace(signature, gpu=replace(gpu, num_sms=MOST_SPLIT_CTAS + 1))
     assert not has_few_tiles(signature, 1, 1, 512, 9000)
-    columns = columns_of([(0, (1 << 30) - 9)], CUTTERS - 1)
+    columns = columns_of([(0, (1 << 30) - 9)], MOST_SPLIT_CTAS)
     parts = [PackedPart(part) for column in columns for *_, part in column]
     assert [part.num_parts for part in parts] == [255] * 255
     assert max(part.number for part in parts) < 1 << 31 and parts[-1].slot == 254
@@ -195,7 +229,7 @@ class Step(NamedTuple):
 
     ends: tuple[list[int], list[int]]
     totals: tuple[int, int]
-    heads: tuple[int, int]
+    heads: tuple[int, int] = (4, 2)
     window: Window = Window(right=0)
     short: int = 0
     rows_of_section: int = 1 << 17
@@ -204,9 +238,7 @@ class Step(NamedTuple):
     def of(cls, queries: list[int], keys: list[int], **fields) -> "Step":
         """A step with sequences of these lengths."""
         ends = [list(itertools.accumulate(one, initial=0)) for one in (queries, keys)]
-        has_many = sum(queries) // TILE_M + len(queries) > NUM_CTAS // 4
-        heads = (1, 1) if has_many else (4, 2)
-        return cls(ends, (sum(queries), sum(keys)), heads, **fields)
+        return cls(ends, (sum(queries), sum(keys)), **fields)
 
     @property
     def capacity(self) -> int:
@@ -220,13 +252,13 @@ class Step(NamedTuple):
         """Compare tables with those of the host, where lengths are right."""
         heads, heads_kv = self.heads
         band = Band.of(self.window)
-        kind = TableKind(TILE_M, TILE_N, band, self.window, self.short, heads // heads_kv, NUM_CTAS)
-        expected = kind.table(
-            *(
-                RaggedLengths(np.array(ends), None, total)
-                for ends, total in zip(self.ends, self.totals, strict=True)
-            )
+        sizes = self.short, heads // heads_kv, NUM_CTAS, MORE_BESIDE_SEGMENTS
+        kind = TableKind(TILE_M, TILE_N, band, self.window, *sizes)
+        queries, keys = (
+            RaggedLengths(np.array(ends), None, total)
+            for ends, total in zip(self.ends, self.totals, strict=True)
         )
+        expected = kind.table(queries, keys)
         # Sums of fp32 and of fp64.
         beside = int(table[CTAS_BESIDE])
         assert abs(beside - int(expected[CTAS_BESIDE])) <= 1
@@ -234,7 +266,15 @@ class Step(NamedTuple):
         count = TABLE_HEADER + RECORD * int(expected[NUM_RECORDS])
         assert table[:count].tolist() == expected[:count].tolist()
         blocks = host_blocks(expected, kind, self.order(table), heads)
-        assert columns == columns_of(blocks, NUM_CTAS - beside or NUM_CTAS, NUM_CTAS)
+        num_late, delays = beside if beside < NUM_CTAS else 0, [0]
+        if num_late:
+            lengths = [pair.read(np.arange(len(self.ends[0]) - 1))[1] for pair in (queries, keys)]
+            is_short = (lengths[0] <= self.short) & (lengths[0] > 0)
+            short = kind.short_work(*(one[is_short] for one in lengths))
+            share = int(short * heads_kv / num_late * SLOWER_BESIDE) + BLOCKS_BESIDE
+            delays = [share - 1, share, share + 1]
+        cuts = [columns_of(blocks, NUM_CTAS - num_late, num_late, delay) for delay in delays]
+        assert columns in cuts
 
     def check_parts(self, table: np.ndarray, columns: list[Segments]) -> None:
         """Check that all parts of all tiles are there, whatever the lengths are."""
@@ -312,14 +352,15 @@ def tables_on_gpu(step: Step, device) -> tuple[np.ndarray, list[Segments]]:
 
 
 def batches() -> list[tuple[list[int], list[int]]]:
-    """Queries and keys of sequences with few tiles."""
+    """Queries and keys of sequences."""
     draw = random.Random(0)
     drawn = []
     for longest in (300, 9000, 60_000):
         for count in (1, 2, 5, 16):
             queries = [draw.choice((0, 1, 100, draw.randint(1, 300))) for _ in range(count)]
             drawn.append((queries, [n + draw.randint(0, longest) for n in queries]))
-    return [([512], [32768]), ([700, 300], [9000, 300]), ([1] * 32, [5000] * 32), *drawn]
+    mixed = [1024] + [1] * 31, [32768] + [4096] * 31
+    return [([512], [32768]), ([700, 300], [9000, 300]), ([1] * 32, [5000] * 32), mixed, *drawn]
 
 
 WRONG = [*WRONG_ENDS, (0, 300, 0, 300, 0, 300)]
@@ -332,6 +373,8 @@ WRONG = [*WRONG_ENDS, (0, 300, 0, 300, 0, 300)]
         Step.of([300, 1, 200, 20], [9000, 8000, 5000, 300], short=32),
         Step.of([257, 129], [70_000, 500], window=Window(), rows_of_section=4000),
         Step.of([3, 0], [500, 9], short=32, rows_of_section=100),
+        Step.of([512] + [1] * 15, [16384] + [2048] * 15, short=32, heads=(32, 8)),
+        Step.of([1700, 300, 2], [33_000, 300, 9000], short=32, heads=(32, 8), rows_of_section=9000),
     ],
 )
 def test_the_kernel_on_the_cpu(step):
@@ -351,13 +394,14 @@ def test_all_parts_are_written_on_a_gpu(ends, device):
     step.check_parts(*tables_on_gpu(step, device))
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (32, 8)], ids=str)
 @pytest.mark.parametrize("rows_of_section", [1 << 17, 4000])
 @pytest.mark.parametrize("short", [0, 32])
 @pytest.mark.parametrize("window", [Window(right=0), Window(), Window(5000, 5)], ids=str)
 @pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths[0])}")
-def test_tables_are_those_of_the_host(lengths, window, short, rows_of_section, device):
-    options = {"window": window, "short": short, "rows_of_section": rows_of_section}
-    step = Step.of(*lengths, **options)
+def test_tables_are_those_of_the_host(lengths, window, short, rows_of_section, heads, device):
+    options = {"short": short, "rows_of_section": rows_of_section, "heads": heads}
+    step = Step.of(*lengths, window=window, **options)
     step.check(*tables_on_gpu(step, device))
 
 
@@ -368,8 +412,13 @@ MIXED = VarlenProblem(
     (300, 1, 0, 200, 3, 1), (9000, 7000, 40, 5000, 900, 4500), heads_kv=2, group=4, head_dim=128,
     causal=True, spare=3,
 )  # fmt: skip
+# More tiles than SMs, which only a cache may split.
+MANY = VarlenProblem(
+    (400, 1, 180, 2), (7000, 6000, 3000, 5000), heads_kv=4, group=8, head_dim=128, causal=True
+)
 PROBLEMS = {
     "chunk": CHUNK,
+    "many": MANY,
     "mixed": MIXED,
     "two": VarlenProblem((300, 700), (5000, 9000), heads_kv=2, group=2, causal=True),
     "full": VarlenProblem((200, 300), (7000, 100), heads_kv=3, dtype="float16"),
@@ -401,12 +450,13 @@ def splitting(monkeypatch) -> list:
 def test_results_are_those_of_dense_attention(name, keys, splitting, device):
     problem = PROBLEMS[name]
     call = given = make_call(problem, 0, device)
+    is_split = keys != "packed" or name != "many"
     if keys == "cache":
         given = on_cache(problem, call, None, 5000)
     elif keys != "packed":
         given = on_pages(problem, call, keys, 5000)
     out, lse = attend(given)
-    assert len(splitting) == 1
+    assert len(splitting) == is_split
     check_varlen(problem, call, out, lse)
     untouched = unused(problem, len(out), device)
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()

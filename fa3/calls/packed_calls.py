@@ -30,6 +30,7 @@ from fa3.planning.gpu import H200
 from fa3.planning.launch import NO_MEMORY, Memory
 from fa3.planning.routes import (
     BOTH,
+    BOTH_SPLIT,
     CACHE,
     DECODE,
     FORWARD,
@@ -229,6 +230,7 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
         return PreparedDecode(made.decode_plan(most_queries, False), loaded)
     if made.prepared is not None:
         # Now, since no length may cause a compilation.
-        made.prepared(BOTH, signature.short_limit)
+        for name in (BOTH, *[BOTH_SPLIT] * signature.can_split):
+            made.prepared(name, signature.short_limit)
         made.prepared(DECODE, signature.most_queries_of_few)
     return made

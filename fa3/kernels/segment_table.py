@@ -1,14 +1,15 @@
-"""Segment table: the tile table, and parts of its tiles where few would leave SMs idle.
+"""Segment table: the tile table, and segments of its tiles, some of which are split.
 
-`fa3.calls.packed_calls` launches it instead of `fa3.kernels.tile_table` where the bounds that the
-host knows allow only few tiles. It reads the lengths from device memory and writes two tables. The
-first is the tile table. The second has, like the tables that the host cuts (`fa3.schedules.split`),
-a column of segments for each CTA of the forward kernel, which `RaggedSegments` walks.
+`fa3.calls.packed_calls` launches it instead of `fa3.kernels.tile_table` where whole tiles would
+leave SMs idle. It reads the lengths from device memory and writes two tables. The first is the tile
+table. The second has, like the tables that the host cuts (`fa3.schedules.split`), a column of
+segments for each CTA of the forward kernel, which `RaggedSegments` walks.
 
 One CTA does it, for no more sequences than a warp has lanes. Every warp reads all lengths. Then
-each thread has a tile: it counts the tile's key blocks, and prefix sums give the work before it.
-From this follow its cuts (`fa3.schedules.stretches`) and, by another prefix sum, its slots. At last
-each thread has a column: it finds the first tile there by bisection, and writes segments.
+each thread has a few tiles: it counts the key blocks of each, and prefix sums give the work before
+it. From this follow its cuts (`fa3.schedules.stretches`) and, by another prefix sum, its slots. At
+last each thread has a column: it finds the first tile there by bisection, and writes segments.
+CTAs that wait until the decode kernel gives them its SMs get shorter columns.
 
 Timeline
     ask L2 for lengths | wait | tile table | work | sums | cuts | sums | columns
@@ -25,7 +26,7 @@ from cutlass import Int32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.kernels.tile_table import (
-    LaneSequence,
+    MORE_BESIDE_SEGMENTS,
     TileTable,
     TileTableArguments,
     sum_in_warp,
@@ -35,7 +36,7 @@ from fa3.primitives.divisor import Divisor
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import END
-from fa3.schedules.ragged import RaggedOrder, TileRecord
+from fa3.schedules.ragged import RECORD, RaggedOrder, TileRecord
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import BLOCKS_OF_TILE, Stretches, TileCut
 from fa3.scores.masks import Sequence
@@ -43,8 +44,11 @@ from fa3.scores.masks import Sequence
 CUTTERS = 256
 WARPS_OF_CTA = CUTTERS // WARP
 
-MOST_SPLIT_TILES = CUTTERS - 1
-"""Tiles, and CTAs of the forward kernel, for which there are threads and parts enough."""
+MOST_SPLIT_CTAS = CUTTERS - 1
+"""CTAs of the forward kernel for which there are threads, and parts of a tile."""
+
+ROOM = 8 * CUTTERS
+MOST_SPLIT_TILES = ROOM - 1  # tiles that the kernel has room for
 
 MOST_SEQUENCES = WARP  # sequences that the kernel serves: each warp has a lane for each
 MOST_WORK = 1 << 30  # key blocks of all tiles that 32 bits can count and multiply safely
@@ -97,8 +101,8 @@ class SegmentTable(KernelBase):
     @cute.kernel
     def kernel(self, call: TileTableArguments, order: RaggedOrder, segments: cute.Tensor):
         smem = SmemAllocator()
-        fields = len(TileCut._fields)
-        cuts = smem.allocate_tensor(Int32, cute.make_layout((CUTTERS, fields)), byte_alignment=16)
+        fields = cute.make_layout((ROOM, len(TileCut._fields)))
+        cuts = smem.allocate_tensor(Int32, fields, byte_alignment=16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS_OF_CTA, 3)), byte_alignment=16)
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -108,62 +112,60 @@ class SegmentTable(KernelBase):
         first = cute.arch.make_warp_uniform(thread // WARP) * WARP
         tiles.write_tiles(call, Int32(0), sequence, upto, place, first, Int32(CUTTERS))
         num_records = cute.arch.shuffle_sync(upto, WARP - 1)
-        decode_ctas = tiles.ctas_beside(call, sequence)
+        decode_ctas = delay = Int32(0)
+        if call.short_queries > 0:
+            share, heads_kv = tiles.share(call, sequence), order.heads.value // order.heads_of_key
+            decode_ctas = share.ctas_beside(call.num_ctas, MORE_BESIDE_SEGMENTS)
+            delay = share.blocks_beside(decode_ctas, heads_kv)
         if first == 0:
             tiles.write_header(call, num_records, decode_ctas)
         num_tiles = tiles.used(call, num_records) * order.heads.value
-        # The decode kernel has the other CTAs, unless it has all, and the forward kernel waits.
-        num_ctas = call.num_ctas - decode_ctas
-        num_ctas = num_ctas if num_ctas > 0 else call.num_ctas
-        begin, blocks = self.blocks_of_tile(call, order, sequence, place, num_tiles)
-        cut, stretches = self.cut(begin, blocks, num_tiles, num_ctas, sums)
-        for i in cutlass.range_constexpr(fields):
-            cuts[thread, i] = cut[i]
+        # The decode kernel has the last CTAs at first, unless it has all, and all wait.
+        num_late = decode_ctas if decode_ctas < call.num_ctas else Int32(0)
+        cute.arch.sync_threads()
+        ctas = call.num_ctas - num_late, num_late, delay
+        stretches = self.cut(call, order, num_tiles, ctas, cuts, sums)
         cute.arch.sync_threads()
         if thread < call.num_ctas:
             self.write_column(segments, cuts, stretches, num_tiles, thread, call.num_ctas)
 
     @cute.jit
     def blocks_of_tile(
-        self,
-        call: TileTableArguments,
-        order: RaggedOrder,
-        # sequence, place: of this lane: its sequence, and the place of its first record.
-        sequence: LaneSequence,
-        place: Int32,
-        num_tiles: Int32,
+        self, call: TileTableArguments, order: RaggedOrder, index: Int32
     ) -> tuple[Int32, Int32]:
-        """Return the first key block and the number of blocks of this thread's tile, if any."""
-        thread, _, _ = cute.arch.thread_idx()
-        index = cutlass.max(cutlass.min(thread, num_tiles - 1), 0)
-        number, owner = order.heads.quotient(index), Int32(0)
-        for i in cutlass.range(call.queries.num_sequences):
-            first, count = (cute.arch.shuffle_sync(n, i) for n in (place, sequence.num_tiles))
-            owner = i if number >= first and number < first + count else owner
-        begin_q, seqlen_q, begin_k, seqlen_k, _, num_m_blocks, first = (
-            cute.arch.shuffle_sync(value, owner) for value in (*sequence, place)
-        )
-        left = first + num_m_blocks - 1 - number
-        # Where there is no tile at all, nothing is to be divided by 0.
-        num_m_blocks = cutlass.max(num_m_blocks, 1)
-        record = TileRecord(left, owner, begin_q, seqlen_q, begin_k, seqlen_k, num_m_blocks)
+        """Return the first key block and the number of blocks of a tile, from its record."""
+        number, words = order.heads.quotient(index), cute.make_rmem_tensor(RECORD, Int32)
+        order.load(words, number)
+        record = TileRecord(*(words[i] for i in range(len(TileRecord._fields))))
         _, m_block = order.within(index, number, record)
         tile_m, tile_n = self.tiles.tile_m, self.tiles.tile_n
-        lengths = Sequence(seqlen_q, seqlen_k, call.window)
+        lengths = Sequence(record.seqlen_q, record.seqlen_k, call.window)
         blocks = self.tiles.band.key_blocks(m_block * tile_m, tile_m, tile_n, lengths)
-        count = blocks.end - blocks.begin
-        return blocks.begin, count if thread < num_tiles else Int32(0)
+        return blocks.begin, blocks.end - blocks.begin
 
     @cute.jit
     def cut(
-        self, begin: Int32, blocks: Int32, num_tiles: Int32, num_ctas: Int32, sums: cute.Tensor
-    ) -> tuple[TileCut, Stretches]:
-        """Cut the tile with this thread's number, for `num_ctas` CTAs.
-        `sums` has room for three numbers of each warp."""
+        self,
+        call: TileTableArguments,
+        order: RaggedOrder,
+        num_tiles: Int32,
+        ctas: tuple,  # those that begin at once, those that begin late, and their delay
+        cuts: cute.Tensor,  # receives the `TileCut` of each tile
+        sums: cute.Tensor,  # room for three numbers of each warp
+    ) -> Stretches:
+        """Cut all tiles; return the stretches. Each thread has tiles that follow one another."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
-        work = blocks + BLOCKS_OF_TILE if thread < num_tiles else Int32(0)
-        upto, longest = sum_in_warp(work), cute.arch.warp_redux_sync(blocks, "max")
+        of_thread = (num_tiles + CUTTERS - 1) // CUTTERS
+        first = cutlass.min(thread * of_thread, num_tiles)
+        end = cutlass.min(first + of_thread, num_tiles)
+        work = longest = Int32(0)
+        for number in cutlass.range(first, end):
+            begin, blocks = self.blocks_of_tile(call, order, number)
+            cuts[number, 0], cuts[number, 1], cuts[number, 2] = work, begin, blocks
+            work += blocks + BLOCKS_OF_TILE
+            longest = cutlass.max(longest, blocks)
+        upto, longest = sum_in_warp(work), cute.arch.warp_redux_sync(longest, "max")
         if lane == WARP - 1:
             sums[warp, 0], sums[warp, 1] = upto, longest
         cute.arch.sync_threads()
@@ -172,16 +174,24 @@ class SegmentTable(KernelBase):
             total += sums[i, 0]
             start += sums[i, 0] if i < warp else Int32(0)
             longest = cutlass.max(longest, sums[i, 1])
-        stretches = Stretches.of(total, longest, num_tiles, num_ctas)
-        cut = stretches.cut(thread, start, begin, blocks)
-        upto = sum_in_warp(cut.slots)
+        stretches = Stretches.of(total, longest, num_tiles, *ctas)
+        slots = Int32(0)
+        for number in cutlass.range(first, end):
+            cut = stretches.cut(number, start + cuts[number, 0], cuts[number, 1], cuts[number, 2])
+            cut = cut._replace(slot=slots)
+            for i in cutlass.range_constexpr(len(TileCut._fields)):
+                cuts[number, i] = cut[i]
+            slots += cut.slots
+        upto = sum_in_warp(slots)
         if lane == WARP - 1:
             sums[warp, 2] = upto
         cute.arch.sync_threads()
-        slot = upto - cut.slots
+        slot = upto - slots
         for i in cutlass.range_constexpr(WARPS_OF_CTA):
             slot += sums[i, 2] if i < warp else Int32(0)
-        return cut._replace(slot=slot), stretches
+        for number in cutlass.range(first, end):
+            cuts[number, len(TileCut._fields) - 1] += slot
+        return stretches
 
     @cute.jit
     def write_column(
@@ -196,14 +206,14 @@ class SegmentTable(KernelBase):
         """Write a CTA's segments: it has some of each tile from the first one that reaches its
         stretch to the last one that begins there."""
         number = Int32(0)
-        for i in cutlass.range_constexpr(CUTTERS.bit_length() - 1):
-            half = CUTTERS >> (i + 1)
+        for i in cutlass.range_constexpr(ROOM.bit_length() - 1):
+            half = ROOM >> (i + 1)
             probed = self.read_cut(cuts, number + (half - 1))
             is_before = probed.owner + probed.cuts < cta
             number += half if is_before and number + half <= num_tiles else Int32(0)
         position, goes_on = cta, Int32(1)
         while goes_on > 0:
-            tile = self.read_cut(cuts, cutlass.min(number, CUTTERS - 1))
+            tile = self.read_cut(cuts, cutlass.min(number, ROOM - 1))
             words = cute.make_rmem_tensor(FIELDS, Int32)
             words.fill(END)
             goes_on = Int32(0)

@@ -22,6 +22,7 @@ from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.segment_table import (
     MOST_SEQUENCES,
+    MOST_SPLIT_CTAS,
     MOST_SPLIT_TILES,
     MOST_WORK,
     SegmentTable,
@@ -442,12 +443,16 @@ def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
 def has_few_tiles(
     signature: Signature, batch: int, heads: int, total_q: int, most_keys: int
 ) -> bool:
-    """Whether tiles of sequences with at most `most_keys` are so few that a GPU may split them."""
+    """Whether tiles of sequences with at most `most_keys` are so few that a GPU may split them.
+    Of a cache, sequences that decode have no tiles, so tiles count as if all of them were full."""
     config, num_sms = signature.config, signature.gpu.num_sms
     num_tiles = capacity_of_table(total_q, batch, config.tile_m) * heads
     work = num_tiles * (-(-most_keys // config.tile_n) + BLOCKS_OF_TILE)
-    has_few = num_tiles <= num_sms <= MOST_SPLIT_TILES and batch <= MOST_SEQUENCES
-    return signature.can_split and has_few and work < MOST_WORK
+    has_few = num_tiles <= num_sms
+    if signature.call == CACHE:
+        has_few = total_q // config.tile_m * heads <= num_sms and num_tiles <= MOST_SPLIT_TILES
+    has_room = batch <= MOST_SEQUENCES and num_sms <= MOST_SPLIT_CTAS and work < MOST_WORK
+    return signature.can_split and has_few and has_room
 
 
 def queries_if_short_and_split(signature: Signature, sizes: PackedSizes) -> int:

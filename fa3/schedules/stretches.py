@@ -1,10 +1,11 @@
-"""Cuts of few tiles into equal stretches of work, one for each CTA, in integers.
+"""Cuts of tiles into stretches of work, one for each CTA, in integers.
 
 `fa3.kernels.segment_table` cuts by them on the GPU. All tiles are laid end to end. Where a stretch
 ends inside of a tile, the tile is cut; a cut that would leave a short part moves to the tile's
 nearer end. So there are fewer cuts than CTAs, whatever the lengths are, and a tile's cuts depend on
-nothing but the work of all tiles before it, and of all. All of it is plain arithmetic: the same
-code runs on Python ints (tests) and on Int32 values inside a kernel.
+nothing but the work of all tiles before it, and of all. CTAs that begin later have shorter
+stretches than the others. All of it is plain arithmetic: the same code runs on Python ints (tests)
+and on Int32 values inside a kernel.
 """
 
 from typing import NamedTuple
@@ -45,33 +46,51 @@ class TileCut(NamedTuple):
 class Stretches(NamedTuple):
     """Stretches of work."""
 
-    length: int  # of each, in key blocks
+    length: int  # in key blocks, of a CTA that begins at once
     num_ctas: int  # CTAs that have one
     are_cut: int  # 1 if tiles are cut; 0 if each is, as a whole, the CTA's of its number
+    num_early: int = 0  # the first CTAs, which begin at once; others have `delay` less
+    delay: int = 0  # key blocks
 
     @classmethod
-    def of(cls, work, longest, num_tiles, num_ctas) -> "Stretches":
+    def of(cls, work, longest, num_tiles, num_early, num_late=0, delay=0) -> "Stretches":
         """The stretches of some tiles; less than 2**30 work.
         `work` is of all tiles, each its blocks and `BLOCKS_OF_TILE`; `longest` the longest tile's
-        blocks."""
-        length = larger((work + num_ctas - 1) // num_ctas, SHORTEST_STRETCH)
+        blocks. CTAs that begin so late that they would have hardly any work get none."""
+        delay = smaller(delay, (work + num_early - 1) // num_early)
+        least = SHORTEST_STRETCH * (num_early + num_late)
+        num_late = either(work - delay * num_early < least, 0, num_late)
+        num_ctas = num_early + num_late
+        length = (work + delay * num_late + num_ctas - 1) // num_ctas
+        length = larger(length, SHORTEST_STRETCH)
         least = larger(length // LEAST_GAIN, LEAST_BLOCKS)
         pays = either(longest - length >= least, 1, 0)
-        return cls(length, num_ctas, either(num_tiles > num_ctas, 1, pays))
+        are_cut = either(num_tiles > num_early, 1, pays)
+        return cls(length, num_ctas, are_cut, num_early, either(num_late > 0, delay, 0))
+
+    def end(self, cta):
+        """Work of a CTA and of all before it."""
+        return (cta + 1) * self.length - larger(cta + 1 - self.num_early, 0) * self.delay
+
+    def cta_at(self, work):
+        """The CTA that has the block after so much work."""
+        of_early = self.num_early * self.length
+        late = self.num_early + (work - of_early) // (self.length - self.delay)
+        return either(work < of_early, work // self.length, late)
 
     def cut(self, number, start, begin, blocks) -> TileCut:
         """Cut the tile with a number; its parts have no slots yet."""
-        first = (start + SHORTEST_PART + self.length - 1) // self.length
-        last = larger(start + blocks - SHORTEST_PART, 0) // self.length
-        owner = either(self.are_cut > 0, smaller(first - 1, self.num_ctas - 1), number)
-        cuts = either(self.are_cut > 0, larger(last - first + 1, 0), 0)
+        first = self.cta_at(start + SHORTEST_PART - 1)
+        last = self.cta_at(larger(start + blocks - SHORTEST_PART, 0))
+        owner = either(self.are_cut > 0, smaller(first, self.num_ctas - 1), number)
+        cuts = either(self.are_cut > 0, larger(last - first, 0), 0)
         return TileCut(start, begin, blocks, owner, cuts, 0)
 
     def segment(self, tile: TileCut, cta) -> tuple:
         """First and end key block, and `PackedPart.number`, of what a CTA has of a tile."""
         which = cta - tile.owner
-        first = either(which > 0, cta * self.length - tile.start, 0)
-        end = either(which < tile.cuts, (cta + 1) * self.length - tile.start, tile.blocks)
+        first = either(which > 0, self.end(cta - 1) - tile.start, 0)
+        end = either(which < tile.cuts, self.end(cta) - tile.start, tile.blocks)
         part = tile.cuts + 1 + MOST_PARTS * (which + MOST_PARTS * (tile.slot + which))
         return tile.begin + first, tile.begin + end, either(tile.cuts > 0, part, ONLY)
 
