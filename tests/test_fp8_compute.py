@@ -291,7 +291,7 @@ def test_pairs_of_ctas_share_keys():
     q, k, v = (drawn(1, 700, 4, 128, seed=i, where="cuda") for i in range(3))
     call, _ = call_of(q, k, v)
     gpu = "H200" if "H200" in torch.cuda.get_device_name() else "H100"
-    pairs = ForwardConfig(128, 128, q_stages=2, v_stages=2, cluster_m=2)
+    pairs = ForwardConfig(128, 128, q_stages=2, converted_stages=2, cluster_m=2)
     plan = plan_forward(Problem.of(call["q"], call["k"], call["v"]), gpu, config=pairs)
     assert torch.equal(fa3.flash_attn_func(**call, plan=plan), fa3.flash_attn_func(**call))
 

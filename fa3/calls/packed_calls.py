@@ -129,7 +129,7 @@ class PackedCall:
         if most:
             plan = self.decode_plan(most, route.has_forward)
             most_keys = most_keys or plan.sizes.capacity
-            execute_decode(plan, operands, most_keys, scale, tensors, tables)
+            execute_decode(plan, operands, most_keys, scale, tensors, tables, 0, descales)
         if route.has_forward or route.name == SHARED:
             execute_varlen(signature, operands, scale, tensors, dropout, most, pages, descales)
 
@@ -204,7 +204,7 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
         call: of `fa3.calls.decode.plan_decode`.
     """
     on_gpu = call.q.device.type == "cuda"
-    if not call.is_packed or options.num_splits or options.batch_invariant or call.has_fp8_cache:
+    if not call.is_packed or options.num_splits or options.batch_invariant or call.has_fp8_q:
         return PreparedDecode.of(plan_decode(call, options), on_gpu)
     # Neither the number of sequences nor their most queries counts: both change in every step.
     window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)

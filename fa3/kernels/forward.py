@@ -7,13 +7,14 @@ With a `cache`, packed queries attend to keys in a cache or its pages, whose blo
 Each consumer warpgroup owns 64 rows of the tile and skips blocks in which they see no key.
 
 Roles per CTA
-    warpgroup 0    producer   one warp issues all TMA loads; in FP8 two more warps transpose V
+    warpgroup 0    producer   one warp issues all TMA loads; in FP8 others rewrite what it loads
     warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
 
 ForwardPipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
     pipeline_k  one block of K         kv_stages  released after its Q K^T
-    pipeline_v  one block of V         kv_stages  released after its P V; in FP8 V^T, `v_stages`
+    pipeline_v  one block of V         kv_stages  released after its P V
+    In FP8 (`forward_formats`) warps rewrite blocks of V, or of both, into `converted_stages`.
     K and V blocks are multicast to all CTAs of the cluster, which walk the same blocks.
 
 Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
@@ -44,25 +45,24 @@ from fa3.kernels.forward_epilogue import (
     SmemLayouts,
     TileContext,
 )
-from fa3.kernels.forward_launch import BOUNDED, OTHER_REGISTERS, ForwardArguments, ForwardConfig
-from fa3.primitives.attention import Attention, Mmas
+from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
+from fa3.kernels.forward_launch import OTHER_REGISTERS, ForwardArguments, ForwardConfig
+from fa3.primitives.attention import Attention
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import ConvertedPipeline
-from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Mmas, ValueTransposer, attention_in_fp8
 from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.rows_of_sequence import ragged_tma_view
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
-from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, RowMax
+from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor, tile_loader
-from fa3.primitives.turns import NoPingPong, PingPong
-from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.joined import MultiSequenceOrder, MultiSequenceTiles
@@ -76,7 +76,6 @@ from fa3.scores.scores import ScorePipeline, bind
 PACKED_RANK = 3
 """Dimensions of a packed tensor: rows, heads, columns. Dense ones and caches have a batch, too."""
 
-FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
 
 
@@ -112,6 +111,18 @@ class Forward(ForwardEpilogue):
             )
         if self.cache is not None and not self.box:
             raise ValueError(f"cache must have its keys in boxes, got {self.cache}")
+        converts = self.config.converted_stages > 0
+        if not self.spec.is_fp8 and converts != (self.cache is not None and self.cache.is_fp8):
+            raise ValueError(f"converted_stages must be 0 unless keys are FP8, got {self.config}")
+
+    @property
+    def format(self) -> SixteenBits:
+        """How blocks of K and V are given to WGMMAs."""
+        kind = Fp8Products if self.spec.is_fp8 else SixteenBits
+        if self.cache is not None and self.cache.is_fp8:
+            kind = Fp8Keys
+        columns = self.columns, self.columns_v
+        return kind(self.config, self.dtype, *columns, has_cache=self.cache is not None)
 
     @property
     def box(self) -> int:
@@ -143,8 +154,8 @@ class Forward(ForwardEpilogue):
             row_store = RowStore(self.dense_view(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
         if cutlass.const_expr(self.cache is None):
-            k = TmaTensor.of(load_kv, k, layouts.k, config.cluster)
-            v = TmaTensor.of(load_kv, v, layouts.loaded, config.cluster)
+            k = TmaTensor.of(load_kv, k, layouts.loaded_k, config.cluster)
+            v = TmaTensor.of(load_kv, v, layouts.loaded_v, config.cluster)
         else:
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)
@@ -179,9 +190,7 @@ class Forward(ForwardEpilogue):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        is_plain = self.cache is None and not self.spec.is_fp8
-        of_consumers = REGISTERS if is_plain else REGISTERS_OF_PAGES
-        return of_consumers[self.config.consumers]
+        return self.format.registers[self.config.consumers]
 
     @property
     def following(self) -> "Forward":
@@ -261,20 +270,15 @@ class Forward(ForwardEpilogue):
     def smem_layouts(self) -> SmemLayouts:
         """The buffers' shared-memory layouts, swizzled for WGMMA and TMA."""
         config = self.config
-        shape_qk = (ROWS, config.tile_n, self.columns)
-        shape_kv = (ROWS, config.tile_n, self.columns_v)
-        row_major = LayoutEnum.ROW_MAJOR
-        slabs = config.consumers * config.q_stages
-        v = loaded = sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages)
-        if self.spec.is_fp8:
-            shape_vt = (ROWS, self.columns_v, config.tile_n)
-            v = sm90.make_smem_layout_b(row_major, shape_vt, self.dtype, config.v_stages)
+        slabs, row_major = config.consumers * config.q_stages, LayoutEnum.ROW_MAJOR
+        q, o = (ROWS, config.tile_n, self.columns), (ROWS, config.tile_n, self.columns_v)
+        k, v, *loaded = self.format.layouts()
         return SmemLayouts(
-            sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, slabs),
-            sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
+            sm90.make_smem_layout_a(row_major, q, self.dtype, slabs),
+            k,
             v,
-            sm90.make_smem_layout_a(row_major, shape_kv, self.out_type, config.consumers),
-            loaded,
+            sm90.make_smem_layout_a(row_major, o, self.out_type, config.consumers),
+            *loaded,
         )
 
     @cute.kernel
@@ -306,9 +310,9 @@ class Forward(ForwardEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
-            if cutlass.const_expr(self.spec.is_fp8):  # noqa: SIM102, joined both would be traced
-                if warp_idx >= WARPS - TRANSPOSERS:
-                    self.transpose(operands, smem, pipelines, sequences, schedule, cursor)
+            if cutlass.const_expr(self.format.rewriters > 0):  # noqa: SIM102, joined both would be traced
+                if warp_idx >= WARPS - self.format.rewriters:
+                    self.rewrite(operands, smem, pipelines, sequences, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             given = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
@@ -325,46 +329,52 @@ class Forward(ForwardEpilogue):
     @cute.jit
     def setup_shared_memory(self, schedule):
         """Lay out shared memory, initialise the mbarriers and synchronize the cluster."""
-        config = self.config
+        config, form = self.config, self.format
         layouts = self.smem_layouts()
+        sizes = [cute.cosize(layout) for layout in layouts]
 
         @cute.struct
         class Storage:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
-            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * self.v_stages]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * form.k_stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * form.v_stages]
             schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
-            o: cute.struct.Align[
-                cute.struct.MemRange[self.out_type, cute.cosize(layouts.o) if config.own_o else 0],
-                1024,
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[self.out_type, config.own_o * sizes[3]], 1024]
+            loaded_k: cute.struct.Align[
+                cute.struct.MemRange[form.loaded_type, form.rewrites_k * sizes[4]], 1024
             ]
-            loaded: cute.struct.Align[
-                cute.struct.MemRange[
-                    self.dtype, cute.cosize(layouts.loaded) if self.spec.is_fp8 else 0
-                ],
-                1024,
+            loaded_v: cute.struct.Align[
+                cute.struct.MemRange[form.loaded_type, form.rewrites_v * sizes[5]], 1024
             ]
-            barriers_loaded: cute.struct.MemRange[
-                cutlass.Int64, 2 * config.kv_stages if self.spec.is_fp8 else 0
+            barriers_loaded_k: cute.struct.MemRange[
+                cutlass.Int64, 2 * config.kv_stages * form.rewrites_k
+            ]
+            barriers_loaded_v: cute.struct.MemRange[
+                cutlass.Int64, 2 * config.kv_stages * form.rewrites_v
             ]
 
         storage = SmemAllocator().allocate(Storage)
-        o = storage.o if config.own_o else storage.q
-        q, k, v, o = (
-            field.get_tensor(layout.outer, swizzle=layout.inner)
-            for field, layout in zip((storage.q, storage.k, storage.v, o), layouts[:4], strict=True)
+        fields = (
+            storage.q,
+            storage.k,
+            storage.v,
+            storage.o if config.own_o else storage.q,
+            storage.loaded_k if form.rewrites_k else storage.k,
+            storage.loaded_v if form.rewrites_v else storage.v,
         )
-        loaded, layout = v, layouts.loaded
-        if cutlass.const_expr(self.spec.is_fp8):
-            loaded = storage.loaded.get_tensor(layout.outer, swizzle=layout.inner)
-        smem = ForwardBuffers(q, k, v, o, loaded)
-        warps = 4 * config.consumers
+        smem = ForwardBuffers(
+            *(
+                field.get_tensor(layout.outer, swizzle=layout.inner)
+                for field, layout in zip(fields, layouts, strict=True)
+            )
+        )
+        warps = WARPS * config.consumers
 
-        def tma_pipeline(barriers, stages: int, layout, copies: int, peers: int, warps=warps):
-            stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
+        def tma_pipeline(barriers, kind, stages: int, layout, copies: int, peers: int, warps=warps):
+            stage_bytes = cute.size_in_bytes(kind, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
@@ -376,19 +386,26 @@ class Forward(ForwardEpilogue):
                 defer_sync=True,
             )
 
-        of_q = tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, config.consumers, 1)
-        of_k = tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster)
-        of_keys = config.kv_stages, layouts.loaded, 1, config.cluster
-        if cutlass.const_expr(self.spec.is_fp8):
-            loading = tma_pipeline(storage.barriers_loaded, *of_keys, warps=TRANSPOSERS)
-            of_v = ConvertedPipeline.create(
-                storage.barriers_v, self.v_stages, TRANSPOSERS, consumers=warps
-            )
-        else:
-            of_v = loading = tma_pipeline(storage.barriers_v, *of_keys)
-        pipelines = ForwardPipelines(of_q, of_k, of_v, loading)
-        readers = warps + TRANSPOSERS if self.spec.is_fp8 else warps
-        schedule = schedule.connected(storage.schedule.data_ptr(), readers)
+        def block_pipelines(barriers, barriers_loaded, layout, stages: int, is_rewritten: bool):
+            """The pipeline to the consumers and the one that loads, which may be the same."""
+            of_blocks = form.loaded_type, config.kv_stages, layout, 1, config.cluster
+            if cutlass.const_expr(not is_rewritten):
+                return (tma_pipeline(barriers, *of_blocks),) * 2
+            loading = tma_pipeline(barriers_loaded, *of_blocks, warps=form.rewriters)
+            return ConvertedPipeline.create(barriers, stages, form.rewriters, warps), loading
+
+        of_q = self.dtype, config.q_stages, layouts.q, config.consumers, 1
+        of_q = tma_pipeline(storage.barriers_q, *of_q)
+        of_k, loading_k = block_pipelines(
+            storage.barriers_k, storage.barriers_loaded_k, layouts.loaded_k, form.k_stages,
+            form.rewrites_k,
+        )  # fmt: skip
+        of_v, loading_v = block_pipelines(
+            storage.barriers_v, storage.barriers_loaded_v, layouts.loaded_v, form.v_stages,
+            form.rewrites_v,
+        )  # fmt: skip
+        pipelines = ForwardPipelines(of_q, of_k, of_v, loading_k, loading_v)
+        schedule = schedule.connected(storage.schedule.data_ptr(), warps + form.rewriters)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -397,14 +414,9 @@ class Forward(ForwardEpilogue):
             cute.arch.sync_threads()
         return smem, pipelines, schedule
 
-    @property
-    def v_stages(self) -> int:
-        """Stages of V for the consumers."""
-        return self.config.v_stages or self.config.kv_stages
-
-    def pipeline_states(self, user: pipeline.PipelineUserType, v_stages: int):
+    def pipeline_states(self, user: pipeline.PipelineUserType, k_stages: int, v_stages: int):
         """Initial pipeline states of a producer or a consumer, for Q, K and V."""
-        stages = (self.config.q_stages, self.config.kv_stages, v_stages)
+        stages = (self.config.q_stages, k_stages, v_stages)
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def cluster_rank(self):
@@ -444,7 +456,8 @@ class Forward(ForwardEpilogue):
         config = self.config
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
-        states = self.pipeline_states(pipeline.PipelineUserType.Producer, config.kv_stages)
+        producer, stages = pipeline.PipelineUserType.Producer, config.kv_stages
+        states = self.pipeline_states(producer, stages, stages)
         q_state, k_state, v_state = states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
@@ -459,8 +472,8 @@ class Forward(ForwardEpilogue):
                 config.consumers,
             )  # fmt: skip
             if cutlass.const_expr(self.cache is None):
-                load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
-                load_v = tile_loader(operands.v, smem.loaded, pipelines.loaded, *of_keys)
+                load_k = tile_loader(operands.k, smem.loaded_k, pipelines.loaded_k, *of_keys)
+                load_v = tile_loader(operands.v, smem.loaded_v, pipelines.loaded_v, *of_keys)
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             else:
                 first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
@@ -475,11 +488,11 @@ class Forward(ForwardEpilogue):
         schedule.finish()
         if cutlass.const_expr(config.cluster > 1):
             # The peer arrives on this CTA's mbarriers when it releases blocks: stay until then.
-            pipelines.k.producer_tail(k_state)
-            pipelines.loaded.producer_tail(v_state)
+            pipelines.loaded_k.producer_tail(k_state)
+            pipelines.loaded_v.producer_tail(v_state)
 
     @cute.jit
-    def transpose(
+    def rewrite(
         self,
         operands: ForwardOperands,
         smem: ForwardBuffers,
@@ -488,25 +501,18 @@ class Forward(ForwardEpilogue):
         schedule,
         cursor,
     ):
-        """Transpose V of every tile, block by block, in the consumers' order."""
+        """Rewrite loaded blocks of every tile, in the consumers' order."""
         _, mask, _ = bind(self.spec, operands.modifiers)
         thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - TRANSPOSERS)
-        transposer = ValueTransposer(
-            smem.loaded, smem.v, pipelines.loaded, pipelines.v, warp, thread % WARP
-        )
-        from_state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Consumer, self.config.kv_stages
-        )
-        to_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.v_stages)
+        warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - self.format.rewriters)
+        rewriter, states = self.format.rewriter(smem, pipelines, warp, thread % WARP)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             tile = self.tile_of(segment, self.cluster_rank())
             sequence = sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
-            for _ in cutlass.range(blocks.end - blocks.begin, unroll=1):
-                from_state, to_state = transposer.transpose(from_state, to_state)
+            states = rewriter.run(blocks, states)
             cursor = schedule.next(cursor)
 
     def stream_of_cache(
@@ -521,12 +527,12 @@ class Forward(ForwardEpilogue):
             TmaBlocks(
                 tma, buffer, operands.page_table, self.box, Int64(EVICT_NORMAL), copies_at_once=2
             )
-            for tma, buffer in ((operands.k, smem.k), (operands.v, smem.v))
+            for tma, buffer in ((operands.k, smem.loaded_k), (operands.v, smem.loaded_v))
         )
         return BlockStream(
             partial(blocks_k.find, keys=keys),
-            partial(load_block, blocks_k.loader(keys), pipelines.k),
-            partial(load_block, blocks_v.loader(keys), pipelines.v),
+            partial(load_block, blocks_k.loader(keys), pipelines.loaded_k),
+            partial(load_block, blocks_v.loader(keys), pipelines.loaded_v),
         )
 
     # ------------------------------------------------------------------------------ consumer
@@ -550,11 +556,12 @@ class Forward(ForwardEpilogue):
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
-        new_attention, mmas, turns = self.setup_of_consumer(group)
+        new_attention, mmas, turns = self.format.consumer(group)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
-        states = self.pipeline_states(pipeline.PipelineUserType.Consumer, self.v_stages)
+        stages = self.format.k_stages, self.format.v_stages
+        states = self.pipeline_states(pipeline.PipelineUserType.Consumer, *stages)
         q_state, k_state, v_state = states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
@@ -570,7 +577,7 @@ class Forward(ForwardEpilogue):
             rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
             own = self.own_blocks(rules.mask, blocks, slab * ROWS, sequence)
-            reference = self.reference(rules.bound)
+            reference = self.format.reference(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, reference)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
@@ -631,37 +638,18 @@ class Forward(ForwardEpilogue):
         turns.finish()
         out.wait()
 
-    def setup_of_consumer(self, group) -> tuple:
-        """What makes a tile's attention, the WGMMAs, and when this warpgroup may issue them.
-        In FP8 warpgroups take no turns, which cost up to 6%."""
-        tile_n, one_level = self.config.tile_n, self.config.one_level
-        if self.spec.is_fp8:
-            mmas = Fp8Mmas.of(tile_n, self.columns_v, one_level)
-            return attention_in_fp8(one_level), mmas, NoPingPong()
-        turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
-        return Attention, Mmas.of(self.dtype, tile_n, self.columns_v), turns
-
     def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:
         """The scale of a tile's scores, and of its values; None for 1."""
-        if not self.spec.is_fp8:
+        if not self.format.rewriters:
             return softmax_scale, None
         head_kv = operands.heads_of_key.quotient(tile.head)
-        scale_k, scale_v, scale_q = (one[tile.batch, head_kv] for one in operands.descales)
-        return softmax_scale * scale_q * scale_k, scale_v
+        return self.format.scales(softmax_scale, operands.descales, tile.batch, head_kv)
 
     @property
     def skips_before_next(self) -> bool:
         """Whether `next` waits until the producer has loaded the tile's last blocks, so that a
         warpgroup must let go of those that it skips before it calls it."""
         return self.spec.mask.left and self.schedule_type.shared_words > 0
-
-    def reference(self, bound: float) -> RowMax:
-        """The softmax's reference for scores whose natural logits are at most `bound`."""
-        if self.spec.is_fp8:
-            return RowMax.EXACT
-        if bound * LOG2_E <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
-            return RowMax.ZERO
-        return RowMax.FIXED if self.config.fixed_reference else RowMax.ONLINE
 
     @cute.jit
     def own_blocks(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:

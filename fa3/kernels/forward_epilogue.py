@@ -52,13 +52,14 @@ class ForwardOperands(NamedTuple):
 
 class SmemLayouts(NamedTuple):
     """Swizzled layouts (rows, columns, count): Q and O count slabs of 64 rows, K and V stages.
-    v is V as the consumers read it, which in FP8 is V^T; `loaded` is V as the producer loads it."""
+    The consumers read k and v, in FP8 products V^T; the producer loads `loaded_k` and `loaded_v`."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
     v: cute.ComposedLayout
     o: cute.ComposedLayout
-    loaded: cute.ComposedLayout
+    loaded_k: cute.ComposedLayout
+    loaded_v: cute.ComposedLayout
 
 
 class ForwardBuffers(NamedTuple):
@@ -68,17 +69,19 @@ class ForwardBuffers(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     o: cute.Tensor
-    loaded: cute.Tensor
+    loaded_k: cute.Tensor
+    loaded_v: cute.Tensor
 
 
 class ForwardPipelines(NamedTuple):
     """The mbarrier pipelines from the producer to the consumers."""
 
     q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync | ConvertedPipeline
     v: pipeline.PipelineTmaAsync | ConvertedPipeline
-    # In FP8, from the producer to the warps that transpose V; in 16 bits the same as v.
-    loaded: pipeline.PipelineTmaAsync
+    # loaded_k, loaded_v: to the warps that rewrite blocks; the same as k and v where none do.
+    loaded_k: pipeline.PipelineTmaAsync
+    loaded_v: pipeline.PipelineTmaAsync
 
 
 class TileContext(NamedTuple):

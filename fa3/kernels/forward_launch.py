@@ -12,7 +12,7 @@ from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.fp8_compute import fragment_registers
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
-from fa3.problem import ELEMENTS, AttentionSpec
+from fa3.problem import ELEMENTS, FP8, AttentionSpec
 
 FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
 OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
@@ -43,8 +43,8 @@ class ForwardConfig:
             a second launch with the config `recompute` computes them.
         own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
             next Q is loaded only after O has been stored; in FP8, each thread stores its rows of O.
-        v_stages: blocks of V^T in shared memory, in FP8: `kv_stages` are blocks of V there. 0 in
-            16 bits.
+        converted_stages: blocks that warps make of loaded ones, of which there are `kv_stages`: of
+            V^T in FP8, of K and of V from an FP8 cache. 0 without such warps.
         one_level: in FP8, whether the WGMMAs add P V to O, with fewer bits than two levels of sums.
     """
 
@@ -56,7 +56,7 @@ class ForwardConfig:
     own_o: bool = True
     cluster_h: int = 1
     fixed_reference: bool = False
-    v_stages: int = 0
+    converted_stages: int = 0
     one_level: bool = False
 
     @property
@@ -75,7 +75,7 @@ class ForwardConfig:
     @property
     def fragment_registers(self) -> int:
         """Registers of a consumer thread for its fragments of S, P and O."""
-        _, registers = (REGISTERS_OF_PAGES if self.v_stages else REGISTERS)[self.consumers]
+        _, registers = (REGISTERS_OF_PAGES if self.converted_stages else REGISTERS)[self.consumers]
         return registers - OTHER_REGISTERS
 
     @property
@@ -94,11 +94,13 @@ class ForwardConfig:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         q = self.q_stages * self.tile_m * head_dim
-        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        kv += self.v_stages * self.tile_n * head_dim_v
+        loaded = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
+        of_keys = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
+        converted = self.converted_stages * self.tile_n * of_keys
         o = self.tile_m * head_dim_v if self.own_o else 0
         element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
-        return element * (q + kv) + out * o + 1024
+        of_loaded = 1 if self.converted_stages else element
+        return element * (q + converted) + of_loaded * loaded + out * o + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.
@@ -128,8 +130,8 @@ class ForwardConfig:
             )
         if self.cluster_h > 1 and spec.mask.templates:
             raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
-        if spec.is_fp8 != (self.v_stages > 0):
-            raise ValueError(f"v_stages must be 1 or more in FP8, 0 in 16 bits, got {self}")
+        if spec.is_fp8 and self.converted_stages < 1:
+            raise ValueError(f"converted_stages must be 1 or more in FP8, got {self}")
         if self.one_level and not spec.is_fp8:
             raise ValueError("one_level must be False in 16 bits")
         if spec.is_fp8 and self.tile_n % FP8_KEYS:
@@ -190,8 +192,8 @@ class ForwardArguments(NamedTuple):
     # lets this one overlap it; else 0. None without a table.
     overlaps_decode: object = None
     dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
-    # What FP8 keys, values and queries are multiplied by, each (batch, heads_kv) float32; None in
-    # 16 bits.
+    # What FP8 keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
+    # float32; None in 16 bits.
     descales: tuple | None = None
     # Whether the softmax is online, 0 or 1, if the kernel has the code of both kinds of row max;
     # else None.
@@ -203,15 +205,16 @@ class ForwardArguments(NamedTuple):
         spec, schedule, cache = kernel.spec, kernel.schedule_type, kernel.cache
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
         batches = () if schedule.is_ragged else (batch,)
-        of_keys, has_pages = (*batches, seqlen_k), False
+        of_keys, has_pages, dtype_k = (*batches, seqlen_k), False, spec.dtype
         if cache is not None:
             of_keys, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
+            dtype_k = FP8 if cache.is_fp8 else spec.dtype
         vector, can_mark = arguments.int32_vector, kernel.config.fixed_reference
         return cls(
             **arguments.scalars(cls) | {"lse": Int64(0)},
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
-            k=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim)),
-            v=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim_v)),
+            k=arguments.tma_tensor(dtype_k, (*of_keys, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(dtype_k, (*of_keys, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.out_dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
             modifiers=arguments.symbolic_modifiers(spec),
             schedule_state=vector(exists=schedule.reads_state),
@@ -226,5 +229,5 @@ class ForwardArguments(NamedTuple):
             page_table=arguments.strided_tensor("int32", 2, has_pages),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             online_max=Int32(0) if kernel.has_online_and_fixed else None,
-            descales=arguments.symbolic_descales(3) if spec.is_fp8 else None,
+            descales=arguments.symbolic_descales(2 + spec.is_fp8) if dtype_k == FP8 else None,
         )

@@ -71,7 +71,7 @@ def launch_of_forward(kernel: Forward, window: Window, **named: Any) -> Launch:
         "table": schedule.is_ragged,
         "page_table": cache is not None and cache.page_size > 0,
         "dropout": spec.has_dropout,
-        "descales": spec.is_fp8,
+        "descales": spec.is_fp8 or (cache is not None and cache.is_fp8),
     }
     values = {name: FromCall(name) for name, is_taken in takes.items() if is_taken}
     bounds = {"window_left": window.left, "window_right": window.right}

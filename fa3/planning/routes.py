@@ -32,7 +32,12 @@ from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_ta
 from fa3.planning.decode import TILE_N, DecodePlan
 from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, launch_of_forward
-from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
+from fa3.planning.tilings import (
+    converting_tiling,
+    general_tiling,
+    halved_tiling,
+    takes_fixed_reference,
+)
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
@@ -101,6 +106,7 @@ class Signature:
     num_splits: int = 0
     batch_invariant: bool = False
     pack_gqa: bool | None = None
+    has_fp8_q: bool = False  # whether queries are FP8, as the cache is
 
     @cached_property
     def short_limit(self) -> int:
@@ -130,7 +136,7 @@ class Signature:
         if self.call != CACHE:
             return self.call == PACKED and self.may_decode
         is_free = not (self.num_splits or self.batch_invariant or self.sm_margin)
-        is_free = is_free and not (self.cache and self.cache.is_fp8)
+        is_free = is_free and not self.has_fp8_q
         return self.has_packed_queries and is_free and self.finds_keys
 
     @cached_property
@@ -172,7 +178,9 @@ class Signature:
     @property
     def config(self) -> ForwardConfig:
         """The tiling for long sequences; it depends on the spec only, so no length compiles."""
-        tiling = general_tiling if self.cache is None else halved_tiling
+        tiling = general_tiling
+        if self.cache is not None:
+            tiling = converting_tiling if self.cache.is_fp8 else halved_tiling
         return replace(tiling(self.spec), fixed_reference=takes_fixed_reference(self.spec))
 
     @property
@@ -545,8 +553,7 @@ RULES = {
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
         Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
-        Case(DECODE, "the cache is FP8",
-             lambda sig, n: n.max_seqlen_q if sig.cache and sig.cache.is_fp8 else 0),
+        Case(DECODE, "q is FP8", lambda sig, n: n.max_seqlen_q if sig.has_fp8_q else 0),
         Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
              "block (often 128) share no divisor of at least 8",

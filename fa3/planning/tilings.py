@@ -8,7 +8,7 @@ from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.tile_costs import has_mask
 from fa3.planning.tiled import TiledProblem
-from fa3.primitives.shared_memory import padded
+from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import SLACK
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules.joined import HALVES
@@ -107,12 +107,12 @@ TILINGS_IN_FP8 = tuple(
     )
     for masked, functions in ((False, False), (True, False), (True, True))
     for head_dim, head_dim_v, config in (
-        (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, v_stages=2)),
-        (128, 128, ForwardConfig(128, 192, v_stages=2))
+        (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, converted_stages=2)),
+        (128, 128, ForwardConfig(128, 192, converted_stages=2))
         if ONE_LEVEL
-        else (128, 128, ForwardConfig(128, 128, q_stages=2, v_stages=2)),
-        (192, 128, ForwardConfig(128, 128, v_stages=2)),
-        (256, 256, ForwardConfig(128, 128, own_o=False, v_stages=2)),
+        else (128, 128, ForwardConfig(128, 128, q_stages=2, converted_stages=2)),
+        (192, 128, ForwardConfig(128, 128, converted_stages=2)),
+        (256, 256, ForwardConfig(128, 128, own_o=False, converted_stages=2)),
     )
 )
 """The same for q, k and v in FP8, measured on an H100 on 2026-11-26. Of sums in one level only the
@@ -203,6 +203,19 @@ def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
     registers to find pages and whose queries come in chunks of few tiles."""
     rows = (row.config for row in TILINGS if row.config.consumers == HALVES and row.fits(spec))
     return replace(next(rows), cluster_m=1)
+
+
+def converting_tiling(spec: AttentionSpec) -> ForwardConfig:
+    """The tiling for keys in an FP8 cache: that for a cache in 16 bits, as far as it fits beside
+    the blocks that are converted. Bits are those of 16 bits where blocks have as many keys."""
+    config = halved_tiling(spec)
+    config = replace(config, kv_stages=2, converted_stages=2)
+    for change in ({"kv_stages": 1}, {"q_stages": 1}):
+        if config.smem_bytes(spec) > CAPACITY:
+            config = replace(config, **change)
+    while config.smem_bytes(spec) > CAPACITY:
+        config = replace(config, tile_n=config.tile_n - 16)
+    return config
 
 
 def choose_config(problem: Problem, gpu: Gpu) -> ForwardConfig:

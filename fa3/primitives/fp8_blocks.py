@@ -1,8 +1,8 @@
-"""Blocks of an FP8 cache, converted to fp16 in shared memory for the MMA warpgroup.
+"""Blocks of an FP8 cache, converted to 16 bits in shared memory for the MMA warpgroups.
 
-TMA or cp.async loads a block as e4m3. Converter warps write it as fp16, in the layout that blocks
-of a 16-bit cache have, so the MMA warpgroup does the same as for these. Two values take one
-instruction; as bf16 they would take four. fp16 holds all values of e4m3.
+TMA or cp.async loads a block as e4m3. Converter warps write it in 16 bits, in the layout that
+blocks of a 16-bit cache have, so the MMA warpgroups do the same as for these. To fp16 two values
+take one instruction, to bf16 four; both hold all values of e4m3. The decode kernel takes fp16.
 
 Each lane converts 16 bytes at a time: one chunk of a loaded row, two chunks of a converted row. The
 lanes of a warp are spread over rows and chunks so that neither side has bank conflicts.
@@ -61,13 +61,14 @@ class BlockConverter:
     """Converts blocks of K or of V, with a few warps."""
 
     loaded: cute.Tensor  # blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled
-    converted: cute.Tensor  # the same in fp16
+    converted: cute.Tensor  # the same in 16 bits
     loading: pipeline.PipelineAsync  # the pipeline from the producer
     converting: "ConvertedPipeline"  # the pipeline to the MMA warpgroup; see `ConvertedPipeline`
     # warp, lane: of this thread; the first converter warp is 0.
     warp: Int32
     lane: Int32
     warps: int  # converter warps
+    chunks_at_once: int = 0  # that a lane has in registers; 0 for its share of a box
 
     @cute.jit
     def convert(self, _, states: tuple):
@@ -75,10 +76,16 @@ class BlockConverter:
         from_state, to_state = states
         self.loading.consumer_wait(from_state)
         for box in cutlass.range_constexpr(self.sizes[1] // self.width):
-            chunks = self.load(box, from_state.index)
-            if cutlass.const_expr(box == 0):
-                self.converting.producer_acquire(to_state)
-            self.store(chunks, box, to_state.index)
+            for first in cutlass.range_constexpr(0, self.groups, self.groups_at_once):
+                last = min(first + self.groups_at_once, self.groups)
+                chunks = self.load(box, first, last, from_state.index)
+                if cutlass.const_expr(box + first == 0):
+                    self.converting.producer_acquire(to_state)
+                self.store(chunks, box, first, to_state.index)
+            if cutlass.const_expr(self.rest > 0):
+                if self.warp < self.rest:
+                    chunks = self.load(box, self.groups, self.groups + 1, from_state.index)
+                    self.store(chunks, box, self.groups, to_state.index)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         # Only now: loads may still be on their way when an earlier arrival is seen.
@@ -103,15 +110,45 @@ class BlockConverter:
         """Chunks of a lane in a row of a box."""
         return max(1, self.width // 64)
 
+    @property
+    def groups_of_block(self) -> int:
+        """Groups of rows of a block that a warp converts at once."""
+        return self.sizes[0] // LanePlace(self.width, 0).rows
+
+    @property
+    def groups(self) -> int:
+        """Groups of each warp."""
+        return self.groups_of_block // self.warps
+
+    @property
+    def rest(self) -> int:
+        """Groups that remain, one each for the first warps."""
+        return self.groups_of_block % self.warps
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups that a warp loads before it converts them."""
+        return max(1, self.chunks_at_once // self.halves) if self.chunks_at_once else self.groups
+
+    def rows(self, place: LanePlace, first: int) -> tuple:
+        """The lane's row in group `first` of its warp, and rows from one group to the next.
+        A warp has neighbouring groups, unless one remains: then warps take turns."""
+        if self.rest:
+            step = self.warps * place.rows
+            return self.warp * place.rows + place.row + first * step, step
+        return self.warp * (self.groups * place.rows) + place.row + first * place.rows, place.rows
+
     @cute.jit
-    def load(self, box: cutlass.Constexpr, stage) -> cute.Tensor:
-        """This lane's chunks of a box of a loaded block, (16, groups of rows, halves)."""
+    def load(
+        self, box: cutlass.Constexpr, first: cutlass.Constexpr, last: cutlass.Constexpr, stage
+    ) -> cute.Tensor:
+        """This lane's chunks of groups of a box of a loaded block, (16, groups, halves)."""
         (tile_n, columns), width = self.sizes, self.width
         place = LanePlace(width, self.lane)
-        groups = tile_n // self.warps // place.rows
+        groups = last - first
         chunks = cute.make_rmem_tensor((CHUNK, groups, self.halves), self.loaded.element_type)
-        row = self.warp * (tile_n // self.warps) + place.row
-        layout = cute.make_layout((CHUNK, groups), stride=(1, place.rows * width))
+        row, step = self.rows(place, first)
+        layout = cute.make_layout((CHUNK, groups), stride=(1, step * width))
         for half in cutlass.range_constexpr(self.halves):
             chunk = (4 * half + place.chunk) ^ place.swizzle(width)
             offset = stage * (tile_n * columns) + row * width + chunk * CHUNK
@@ -121,14 +158,16 @@ class BlockConverter:
         return chunks
 
     @cute.jit
-    def store(self, chunks: cute.Tensor, box: cutlass.Constexpr, stage):
-        """Convert the lane's chunks, and write them to a block."""
+    def store(
+        self, chunks: cute.Tensor, box: cutlass.Constexpr, first: cutlass.Constexpr, stage
+    ):
+        """Convert the lane's chunks of groups from `first` on, and write them to a block."""
         (tile_n, columns), width = self.sizes, min(128, 2 * self.width)
         place = LanePlace(self.width, self.lane)
         _, groups, halves = chunks.shape
-        row, in_row = self.warp * (tile_n // self.warps) + place.row, width // 2
+        (row, step), in_row = self.rows(place, first), width // 2
         layout = cute.make_layout(
-            (VECTOR, groups, halves), stride=(1, place.rows * in_row, tile_n * in_row)
+            (VECTOR, groups, halves), stride=(1, step * in_row, tile_n * in_row)
         )
         targets = []
         for i in cutlass.range_constexpr(2):
@@ -138,10 +177,10 @@ class BlockConverter:
             targets.append(block_of(self.converted, offset, layout))
         for half in cutlass.range_constexpr(halves):
             for group in cutlass.range_constexpr(groups):
-                values = cute.make_rmem_tensor((VECTOR, 2), CONVERTED)
+                values = cute.make_rmem_tensor((VECTOR, 2), self.converted.element_type)
                 source = chunks[None, group, half].iterator
                 pair = cute.make_tensor(source, cute.make_layout((VECTOR, 2)))
-                values.store(pair.load().to(CONVERTED))
+                values.store(pair.load().to(self.converted.element_type))
                 for i in cutlass.range_constexpr(2):
                     cute.autovec_copy(values[None, i], targets[i][None, group, half])
 

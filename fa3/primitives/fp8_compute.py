@@ -281,6 +281,14 @@ class ValueTransposer:
     lane: Int32
 
     @cute.jit
+    def run(self, blocks, states: tuple) -> tuple:
+        """Transpose a tile's blocks of V (`fa3.scores.masks.Blocks`); return the next states."""
+        from_state, to_state = states
+        for _ in cutlass.range(blocks.end - blocks.begin, unroll=1):
+            from_state, to_state = self.transpose(from_state, to_state)
+        return from_state, to_state
+
+    @cute.jit
     def transpose(self, from_state, to_state):
         """Transpose the next block; return the next states of `loading` and `transposing`."""
         self.loading.consumer_wait(from_state)

@@ -102,6 +102,7 @@ def execute_varlen(
     """
     spec, window = signature.spec, signature.window
     walk = Walker(spec, window, operands[:5], softmax_scale, tensors, dropout, page_table, descales)
+    walk.rounded_to = walk.q.dtype  # not fp16, as in the decode kernel on an FP8 cache
     if operands.seqused_k is not None and operands.cu_seqlens_k is None:
         # The host may not have checked them.
         pages = 1 if page_table is None else page_table.shape[1]

@@ -325,7 +325,10 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
         tight = window.tighten(*sizes)
         heads = model.heads_q, model.heads_kv
-        signature = Signature(CACHE, spec_of(model, tight, True), tight, *heads, H200, cache=cache)
+        signature = Signature(
+            CACHE, spec_of(model, tight, True), tight, *heads, H200, cache=cache,
+            has_fp8_q=model.is_fp8,
+        )  # fmt: skip
         if signature.may_have_both:
             launches = signature.launches() + signature.launches(splits=True)
             yield from (one.kernel for one in launches)
