@@ -79,7 +79,7 @@ def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
         (fixed, 61.0, RowMax.FIXED),
         (fixed, math.inf, RowMax.FIXED),
     ):
-        assert Forward(LARGE.spec, config, TileList).reference(bound) is expected
+        assert Forward(LARGE.spec, config, TileList).format.reference(bound) is expected
 
 
 def test_a_variable_turns_it_off(monkeypatch):

@@ -1,5 +1,6 @@
 """Caches in FP8, with queries in 16 bits and in FP8, on the CPU and on a Hopper GPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,11 +17,14 @@ from fa3.calls import scales as scales_of_calls
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
+from fa3.kernels.forward import Forward
 from fa3.planning.decode import TILE_N, Sizes, config_of, ctas_of_call
+from fa3.planning.tilings import converting_tiling
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import AttentionSpec, Window
 from fa3.running.compiler import compile_kernel
+from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.stream_k import CtaGroups, StreamK
 from fa3.scores.masks import Band
 
@@ -278,6 +282,47 @@ def test_packed_queries_on_pages(where):
             assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
 
 
+# (head_dim, head_dim_v, page size); None for a cache without pages.
+PROMPTS = [(64, 64, 128), (128, 128, 64), (128, 128, None), (128, 128, 16), (96, 96, 8)]
+WIDE_PROMPTS = [(192, 128, 64), (192, 192, 16), (256, 256, 64), (64, 256, 64), (256, 64, None)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("lengths", [(5000, 4001, 64), (9000,)], ids=["many", "one"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "page_size"), PROMPTS + WIDE_PROMPTS)
+def test_prompts(head_dim, head_dim_v, page_size, lengths, dtype, where):
+    """The forward kernel serves them; without rounded scales bits are those of q's type."""
+    problem = CacheProblem(
+        lengths, heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim_v,
+        page_size=page_size, causal=True, dtype=dtype,
+    )  # fmt: skip
+    call, exact = in_two_types(problem, 0, where)
+    counts = torch.tensor([min(260 - 100 * n, length) for n, length in enumerate(lengths)])
+    ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(where, torch.int32)
+    shape = int(counts.sum()), problem.heads_kv * problem.group, head_dim
+    packed = {"q": torch.randn(shape, device=where).to(call["q"].dtype), "cu_seqlens_q": ends}
+    packed["max_seqlen_q"] = int(counts.max())
+    out, _, _ = attend(call | packed, num_splits=0)
+    for n, (begin, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+        one = {name: exact[name] if page_size else exact[name][n : n + 1] for name in CACHES}
+        one |= {"q": packed["q"][None, begin:end], "causal": True}
+        one["cache_seqlens"] = exact["cache_seqlens"][n : n + 1]
+        if page_size:
+            one["page_table"] = exact["page_table"][n : n + 1]
+        right, rounded = expected(**one), expected(**one, dtype=out.dtype)
+        error = largest_difference(out[begin:end], right.out[0])
+        assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
+    if (head_dim, head_dim_v, page_size) in PROMPTS:
+        packed |= dict.fromkeys(DESCALES)
+        wide = {name: call[name].to(packed["q"].dtype) for name in CACHES}
+        results = [attend(call | packed | caches, num_splits=0)[:2] for caches in ({}, wide)]
+        # Sequences with few queries are the decode kernel's.
+        for mine, other in zip(*results, strict=True):
+            dim = 0 if mine.ndim == 3 else 1
+            mine, other = (x.narrow(dim, 0, int(ends[min(2, len(counts))])) for x in (mine, other))
+            assert torch.equal(mine, other)
+
+
 @pytest.mark.gpu
 def test_graphs_read_lengths_and_scales_when_they_run(device):
     problem = CacheProblem((900, 300), heads_kv=2, group=4, head_dim=128, room=0)
@@ -460,3 +505,28 @@ def test_two_ctas_share_an_sm_where_they_fit():
                 sizes = Sizes(batch, 1, heads, 4, keys)
                 assert ctas_of_call(spec, cache, sizes, Window(), 132) == expected_count
                 assert ctas_of_call(spec, CacheLayout(), sizes, Window(), 132) == 132
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "page_size"), [(64, 64, 64), (128, 128, 64), (256, 256, 16)]
+)
+def test_forward_kernel_converts(head_dim, head_dim_v, page_size, dtype):
+    """Two instructions of two values to fp16, four to bf16, and no spills."""
+    spec = AttentionSpec(dtype, head_dim, head_dim_v, Band(right=True))
+    cache = CacheLayout(page_size, is_fp8=True)
+    kernel = Forward(spec, converting_tiling(spec), RaggedTiles, cache=cache)
+    compiled = compile_kernel(kernel)
+    check_ptxas_log(compiled.ptxas_log)
+    report = inspect(compiled.cubin)
+    assert report.spill_instructions == 0
+    assert (report.count("HADD2.F32") > 0) == (dtype == "bfloat16")
+
+
+def test_tilings_of_the_forward_kernel_on_fp8_caches_fit():
+    for head_dim, head_dim_v in itertools.product(range(16, 257, 16), repeat=2):
+        spec = AttentionSpec("bfloat16", head_dim, head_dim_v, Band(right=True))
+        config = converting_tiling(spec)
+        config.validate(spec)
+        assert config.tile_n >= (128 if max(head_dim, head_dim_v) <= 128 else 32)

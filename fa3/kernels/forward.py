@@ -129,6 +129,11 @@ class Forward(ForwardEpilogue):
         """Keys of a cache that one TMA copy loads."""
         return self.cache.box(self.config.tile_n)
 
+    @property
+    def has_rewriters(self) -> bool:
+        """Whether warps rewrite blocks before WGMMAs read them."""
+        return self.format.rewriters > 0
+
     @cute.jit
     def launch(self, call: ForwardArguments, stream):
         config = self.config
@@ -310,7 +315,7 @@ class Forward(ForwardEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
-            if cutlass.const_expr(self.format.rewriters > 0):  # noqa: SIM102, joined both would be traced
+            if cutlass.const_expr(self.has_rewriters):  # noqa: SIM102, joined both would be traced
                 if warp_idx >= WARPS - self.format.rewriters:
                     self.rewrite(operands, smem, pipelines, sequences, schedule, cursor)
         else:
@@ -640,7 +645,7 @@ class Forward(ForwardEpilogue):
 
     def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:
         """The scale of a tile's scores, and of its values; None for 1."""
-        if not self.format.rewriters:
+        if not self.has_rewriters:
             return softmax_scale, None
         head_kv = operands.heads_of_key.quotient(tile.head)
         return self.format.scales(softmax_scale, operands.descales, tile.batch, head_kv)

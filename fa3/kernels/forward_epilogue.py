@@ -52,7 +52,7 @@ class ForwardOperands(NamedTuple):
 
 class SmemLayouts(NamedTuple):
     """Swizzled layouts (rows, columns, count): Q and O count slabs of 64 rows, K and V stages.
-    The consumers read k and v, in FP8 products V^T; the producer loads `loaded_k` and `loaded_v`."""
+    Consumers read k and v, with products in FP8 V^T; TMA loads `loaded_k` and `loaded_v`."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout

@@ -21,7 +21,7 @@ from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Mmas, ValueTransposer, at
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
 from fa3.primitives.turns import NoPingPong, PingPong
-from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_CONVERTERS, REGISTERS_OF_PAGES, ROWS, WARP
+from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_CONVERTERS, REGISTERS_OF_PAGES, ROWS
 from fa3.scores.masks import Blocks
 
 FIRST_TURN_BARRIER = 1

@@ -206,8 +206,8 @@ def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
 
 
 def converting_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling for keys in an FP8 cache: that for a cache in 16 bits, as far as it fits beside
-    the blocks that are converted. Bits are those of 16 bits where blocks have as many keys."""
+    """The tiling for keys in an FP8 cache: as for 16 bits, with smaller blocks if these and loaded
+    ones do not fit. Where blocks have as many keys, results have the bits of a 16-bit cache."""
     config = halved_tiling(spec)
     config = replace(config, kv_stages=2, converted_stages=2)
     for change in ({"kv_stages": 1}, {"q_stages": 1}):

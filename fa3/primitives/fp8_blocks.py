@@ -82,7 +82,7 @@ class BlockConverter:
                 if cutlass.const_expr(box + first == 0):
                     self.converting.producer_acquire(to_state)
                 self.store(chunks, box, first, to_state.index)
-            if cutlass.const_expr(self.rest > 0):
+            if cutlass.const_expr(self.rest > 0):  # noqa: SIM102, joined both would be traced
                 if self.warp < self.rest:
                     chunks = self.load(box, self.groups, self.groups + 1, from_state.index)
                     self.store(chunks, box, self.groups, to_state.index)
@@ -158,9 +158,7 @@ class BlockConverter:
         return chunks
 
     @cute.jit
-    def store(
-        self, chunks: cute.Tensor, box: cutlass.Constexpr, first: cutlass.Constexpr, stage
-    ):
+    def store(self, chunks: cute.Tensor, box: cutlass.Constexpr, first: cutlass.Constexpr, stage):
         """Convert the lane's chunks of groups from `first` on, and write them to a block."""
         (tile_n, columns), width = self.sizes, min(128, 2 * self.width)
         place = LanePlace(self.width, self.lane)
