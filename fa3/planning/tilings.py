@@ -210,9 +210,10 @@ def converting_tiling(spec: AttentionSpec) -> ForwardConfig:
     ones do not fit. Where blocks have as many keys, results have the bits of a 16-bit cache."""
     config = halved_tiling(spec)
     config = replace(config, kv_stages=2, converted_stages=2)
-    for change in ({"kv_stages": 1}, {"q_stages": 1}):
-        if config.smem_bytes(spec) > CAPACITY:
-            config = replace(config, **change)
+    if config.smem_bytes(spec) > CAPACITY:
+        config = replace(config, kv_stages=1)
+    if config.smem_bytes(spec) > CAPACITY:
+        config = replace(config, q_stages=1)
     while config.smem_bytes(spec) > CAPACITY:
         config = replace(config, tile_n=config.tile_n - 16)
     return config

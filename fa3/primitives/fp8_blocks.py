@@ -84,8 +84,8 @@ class BlockConverter:
                 self.store(chunks, box, first, to_state.index)
             if cutlass.const_expr(self.rest > 0):  # noqa: SIM102, joined both would be traced
                 if self.warp < self.rest:
-                    chunks = self.load(box, self.groups, self.groups + 1, from_state.index)
-                    self.store(chunks, box, self.groups, to_state.index)
+                    more = self.load(box, self.groups, self.groups + 1, from_state.index)
+                    self.store(more, box, self.groups, to_state.index)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         # Only now: loads may still be on their way when an earlier arrival is seen.
