@@ -16,6 +16,7 @@ from fa3.calls import assertions as calls_assertions
 from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
 from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
+from fa3.kernels.decode_launch import TILE_N
 from fa3.planning import decode
 from fa3.problem import Window
 from fa3.schedules import stream_k
@@ -308,8 +309,8 @@ def test_batch_invariant_units_follow_from_a_sequence_and_its_heads(
     for batch, capacity, num_ctas in ((1, 50_000, 132), (33, 100_000, 60)):
         sizes = decode.Sizes(batch, seqlen_q, heads_kv, ratio, capacity)
         cut = decode.choose_cut(sizes, Window(), num_ctas, 0, True)
-        blocks = {length: -(-length // decode.TILE_N) for length in keys}
-        assert {n: cut.unit(blocks[n]) * decode.TILE_N for n in keys} == keys
+        blocks = {length: -(-length // TILE_N) for length in keys}
+        assert {n: cut.unit(blocks[n]) * TILE_N for n in keys} == keys
         most = max(-(-n // cut.unit(n)) for n in range(1, sizes.most_blocks(Window()) + 1))
         assert cut.max_parts == most
 

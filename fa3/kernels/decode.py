@@ -45,7 +45,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa3.kernels.decode_launch import DecodeArguments
+from fa3.kernels.decode_launch import TILE_N, DecodeArguments
 from fa3.kernels.decode_memory import (
     DecodeBuffers,
     DecodeMemory,
@@ -293,7 +293,7 @@ class Decode(DecodeMemory):
             seqlen_q,
             capacity,
             window,
-            self.config.tile_n,
+            TILE_N,
             is_early,
             packed,
             operands.packed_k,
@@ -418,7 +418,7 @@ class Decode(DecodeMemory):
         """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        mmas = Mmas.of(self.element, self.config.tile_n, self.columns_v)
+        mmas = Mmas.of(self.element, TILE_N, self.columns_v)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
         kind = GatheredAttention if self.gathers and not self.cache.is_fp8 else Attention
         config, consumer = self.config, pipeline.PipelineUserType.Consumer
@@ -452,9 +452,7 @@ class Decode(DecodeMemory):
             if cutlass.const_expr(self.config.q_stages > 1):
                 self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
-            coords = PackedCoords.of_tile(
-                mmas.qk, thread, self.config.tile_n, tile, self.qhead_per_kvhead
-            )
+            coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
@@ -495,7 +493,7 @@ class Decode(DecodeMemory):
         alone has ranges. What a mask of the user's has may differ by head."""
         ratio, row = self.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
-        return self.spec.mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
+        return self.spec.mask.key_blocks(first, last - first + 1, TILE_N, sequence)
 
     @cute.jit
     def fetch_q(self, mQ: cute.Tensor, sQ: cute.Tensor, walk: Walk, cursor, stage):
@@ -510,8 +508,8 @@ class Decode(DecodeMemory):
     @cute.jit
     def clear_past_end(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
         """Zero the rows of V past the end of the sequence: P is 0 there, but 0 * NaN is not."""
-        num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
-        if num_keys < self.config.tile_n:
+        num_keys = attention.rules.sequence.seqlen_k - n_block * TILE_N
+        if num_keys < TILE_N:
             attention.wait(attention.pipeline_v, v_state)
             clear_rows(sV[None, None, v_state.index], num_keys, thread)
             publish()

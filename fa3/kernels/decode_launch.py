@@ -11,6 +11,7 @@ from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import FP8, AttentionSpec
 
+TILE_N = 64  # keys of a key block
 FP8_BYTES = 1  # bytes of an element of an FP8 cache
 
 
@@ -18,7 +19,6 @@ FP8_BYTES = 1  # bytes of an element of an FP8 cache
 class DecodeConfig:
     """Tiling of the decode kernel."""
 
-    tile_n: int  # keys of a block
     kv_stages: int  # blocks of K, and of V, in shared memory, as they are loaded
     q_stages: int  # Q tiles in shared memory; with two, the next segment's Q is loaded early
     # CTAs for which an SM has room; with two, CTAs of the next call come early. From an FP8 cache
@@ -30,7 +30,7 @@ class DecodeConfig:
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        kv, stages = self.tile_n * (head_dim + head_dim_v), self.converted_stages
+        kv, stages = TILE_N * (head_dim + head_dim_v), self.converted_stages
         loaded = self.kv_stages * (spec.element.bytes if stages == 0 else FP8_BYTES)
         converted = spec.element.bytes * stages
         return (
@@ -39,8 +39,6 @@ class DecodeConfig:
 
     def validate(self, spec: AttentionSpec) -> None:
         """Raise a ValueError if the kernel cannot run this config for this spec."""
-        if self.tile_n not in (64, 128):
-            raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
         if self.kv_stages < 2:
             raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
         check_fits(self.ctas_of_sm * self.smem_bytes(spec), self, spec)

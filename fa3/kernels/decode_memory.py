@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, pipeline
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.kernels.decode_launch import DecodeConfig
+from fa3.kernels.decode_launch import TILE_N, DecodeConfig
 from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.attention import Attention
@@ -58,7 +58,7 @@ class DecodeOperands(NamedTuple):
 
 
 class DecodeBuffers(NamedTuple):
-    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...)."""
+    """The buffers in shared memory: Q (64, columns, stages), K and V (TILE_N, ...)."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -134,7 +134,7 @@ class DecodeMemory(AttentionKernel):
     @property
     def box(self) -> int:
         """Keys that one TMA copy loads."""
-        return self.cache.box(self.config.tile_n)
+        return self.cache.box(TILE_N)
 
     @property
     def may_merge(self) -> bool:
@@ -178,8 +178,8 @@ class DecodeMemory(AttentionKernel):
     def setup_shared_memory(self):
         """Lay out shared memory and initialise the mbarriers."""
         config, row_major = self.config, LayoutEnum.ROW_MAJOR
-        shape_qk = (ROWS, config.tile_n, self.columns)
-        shape_kv = (ROWS, config.tile_n, self.columns_v)
+        shape_qk = (ROWS, TILE_N, self.columns)
+        shape_kv = (ROWS, TILE_N, self.columns_v)
         is_fp8, dtype, loaded = self.cache.is_fp8, self.element, self.dtype
         stages, converted = config.kv_stages, config.converted_stages
         if cutlass.const_expr(is_fp8):

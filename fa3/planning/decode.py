@@ -18,7 +18,7 @@ import numpy as np
 
 from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
-from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
+from fa3.kernels.decode_launch import TILE_N, DecodeArguments, DecodeConfig
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.explanation import (
     Candidate,
@@ -53,8 +53,6 @@ from fa3.schedules.stream_k import (
     crew_width,
 )
 from fa3.scores.masks import Band, Sequence
-
-TILE_N = 64  # keys of a key block
 
 BYTES_IN_FLIGHT = 128 << 10
 """Bytes of K and V that a CTA loads ahead. Measured on an H200, 2026-11-21, head_dim 128, 16 x 8k,
@@ -467,7 +465,7 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
     one, two = (
-        DecodeConfig(TILE_N, max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
+        DecodeConfig(max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
     )
     gathers = cache.box(TILE_N) == 0
@@ -480,7 +478,7 @@ def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
     """Blocks of 64 keys of an FP8 cache, in as many stages as hold the bytes in flight."""
     block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     for ctas, q_stages, converted in FP8_TILINGS:
-        empty = DecodeConfig(TILE_N, 0, q_stages, ctas, converted)
+        empty = DecodeConfig(0, q_stages, ctas, converted)
         stages = -(-FP8_BYTES_IN_FLIGHT[ctas] // block)
         fits = stages * block <= CAPACITY // ctas - empty.smem_bytes(spec)
         has_registers = not gathers and padded(spec.head_dim_v) <= COLUMNS_OF_TWO

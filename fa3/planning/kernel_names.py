@@ -8,6 +8,7 @@ from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
+from fa3.kernels.decode_launch import TILE_N
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable
@@ -53,7 +54,7 @@ def describe_kernel(kernel: Any) -> str:
             words = ["forward", f"tile {describe_config(kernel.config)}{both}", tiles]
             words += [*words_of_spec(kernel.spec), *words_of_cache(kernel.cache)]
         case Decode():
-            words = ["decode", f"tile {ROWS}x{kernel.config.tile_n}"]
+            words = ["decode", f"tile {ROWS}x{TILE_N}"]
             words += [DECODE_CUTS[kernel.cut_type.__name__]]
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
             words += ["packed queries"] * kernel.is_packed

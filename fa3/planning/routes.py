@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from fa3.kernels.decode_launch import TILE_N
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
@@ -29,7 +30,7 @@ from fa3.kernels.segment_table import (
     SegmentTableArguments,
 )
 from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_table
-from fa3.planning.decode import TILE_N, DecodePlan
+from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, launch_of_forward
 from fa3.planning.tilings import (
