@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.attention
 
+from fa3.calls.devices import gpu_of
 from fa3.calls.dropout import draw_rng_state
 from fa3.calls.forward import flash_attn_func
+from fa3.calls.operands import ALIGNMENT, DTYPES
 from fa3.calls.operators import run_backward
 from fa3.calls.varlen import flash_attn_varlen_func
-from fa3.problem import HEAD_DIM_UNIT, NO_BOUND
+from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
@@ -180,8 +182,7 @@ class Routed:
             # Autograd is above: it has noted what it needs.
             with torch.no_grad():
                 return self.kernel(self.bound(arguments, named))
-        except (Refused, TypeError, ValueError, NotImplementedError):
-            # Other dtypes, head sizes, layouts and GPUs, and what another kernel kept.
+        except Refused:
             return self.stock(keys, *arguments, **named)
 
     def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
@@ -226,7 +227,7 @@ def flash_forward_into(call: AtenArguments) -> torch.Tensor | None:
 
 def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write out; return the log-sum-exp, and the seed that was drawn. The shapes are fa3's."""
-    check_taken(call)
+    check_taken(call, out)
     state = draw_rng_state(call.query.device) if call.dropout_p else None
     options: dict[str, Any] = {
         "window_size": call.window, "return_lse": True, "out": out, "dropout_p": call.dropout_p,
@@ -244,7 +245,8 @@ def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, t
 
 def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value; the shapes are fa3's."""
-    check_taken(call)
+    check_taken(call, call.out)
+    check_given(call)
     q, k, v = call.query, call.key, call.value
     left, right = call.window
     lengths: dict[str, Any] = {}
@@ -290,9 +292,59 @@ KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
 # ---------------------------------------------------------------- which kernel takes a call
 
 
-def check_taken(call: AtenArguments) -> None:
-    """Raise `Refused` for what fa3's functions have no argument for; they refuse the rest."""
+def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
+    """Raise `Refused` unless fa3 computes what this asks for, on tensors as they lie."""
+    is_drawn = not call.return_debug_mask and 0.0 <= call.dropout_p < 1.0
     is_plain = call.alibi_slopes is call.block_table is None and (call.num_splits or 0) <= 1
-    has_lengths = call.seqused_k is None or call.cum_seq_q is not None
-    if call.return_debug_mask or not (is_plain and has_lengths):
+    has_scale = call.scale is None or LEAST_FLOAT <= call.scale <= MOST_FLOAT
+    if not (is_drawn and is_plain and has_scale and has_lengths(call)):
         raise Refused
+    q, k, v = call.query, call.key, call.value
+    kind = dtype, device, head_dim = q.dtype, q.device, q.shape[-1]
+    same = all((x.dtype, x.device, x.shape[-1]) == kind for x in (k, v))
+    fits = dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
+    if not (same and fits and all(map(is_laid_out, (q, k, v, out)))):
+        raise Refused
+    if q.is_cuda:
+        try:
+            gpu_of(device)
+        except ValueError:
+            raise Refused from None
+
+
+def has_lengths(call: AtenArguments) -> bool:
+    """Whether fa3 reads lengths like these; it has none to read where nothing is packed."""
+    if call.cum_seq_q is None:
+        return call.seqused_k is None
+    integers = call.cum_seq_q, call.cum_seq_k, call.seqused_k
+    is_read = all(x is None or x.dtype == torch.int32 for x in integers)
+    return is_read and call.cum_seq_k is not None
+
+
+def check_given(call: AtenArguments) -> None:
+    """Raise `Refused` unless a forward pass left out, the log-sum-exp and what it drew as fa3's
+    leaves them.
+
+    Another kernel's log-sum-exp may have room for a longest sequence or for a whole tile.
+    """
+    q = call.query
+    *rows, heads, _ = q.shape
+    of_out = (*rows, heads, call.value.shape[-1]), q.dtype, q.device
+    *batch, seqlen_q = rows
+    of_lse = (*batch, heads, seqlen_q), torch.float32, q.device
+    expected = (call.grad_out, of_out), (call.out, of_out), (call.logsumexp, of_lse)
+    if any((tuple(x.shape), x.dtype, x.device) != properties for x, properties in expected):
+        raise Refused
+    if call.dropout_p and call.rng_state.dtype != torch.int64:
+        raise Refused
+
+
+def is_laid_out(tensor: torch.Tensor) -> bool:
+    """Whether TMA can walk a tensor where it lies."""
+    unit, shape = ALIGNMENT // tensor.element_size(), tensor.shape
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % ALIGNMENT:
+        return False
+    is_packed = len(shape) == 3
+    steps = zip(shape, strides, strict=False)
+    return not any(stride % unit and (size > 1 or is_packed) for size, stride in steps)
