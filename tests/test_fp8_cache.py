@@ -17,7 +17,6 @@ from fa3.calls import scales as scales_of_calls
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
-from fa3.kernels.decode_launch import TILE_N
 from fa3.kernels.forward import Forward
 from fa3.planning.decode import Sizes, config_of, ctas_of_call
 from fa3.planning.tilings import converting_tiling
