@@ -30,10 +30,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 RECORDS = ROOT / "benchmarks" / "results"
 
-GRID = "h200-2026-11-21-planned"
+GRID = "h100-2026-11-27-peers"
 
 FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
 DECODE = (
+    "h100-2026-11-27-peers",
     "h200-2026-11-23-parts",
     "h200-2026-11-23-cut",
     "h200-2026-11-23-begun",
@@ -41,8 +42,13 @@ DECODE = (
     "h200-2026-11-22-apart",
     "h200-2026-11-21-decode",
 )
-PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
-BACKWARD = ("h100-2026-11-25-regimes", "h100-2026-11-25")
+PACKED = (
+    "h100-2026-11-27-peers",
+    "h200-2026-11-23-parts",
+    "h200-2026-11-22-apart",
+    "h200-2026-11-22-gradients",
+)
+BACKWARD = ("h100-2026-11-27-peers", "h100-2026-11-25-regimes", "h100-2026-11-25")
 BACKWARD_STEADY = ("h100-2026-11-25-regimes",)
 BACKWARD_BEFORE = ("h200-2026-11-24-sections", "h200-2026-11-24", "h200-2026-11-23-ended")
 """Records, the newest first. Older records give the cells that newer records do not have."""
