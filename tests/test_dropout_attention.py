@@ -263,6 +263,13 @@ def test_the_forward_kernel_draws_the_mask(head_dim, lengths, window, dropout_p,
     assert torch.equal(found, expected & visible(*lengths, window, device))
 
 
+@pytest.mark.parametrize("schedule", ["single", "static", "list", "dynamic", "split"])
+def test_no_schedule_changes_the_mask(schedule, device, dropped):
+    sizes = (1, 2, 700, 900)
+    found = kept_by_forward(sizes, 128, device, schedule=schedule, **dropped)
+    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
+
+
 @pairs(head_dim=HEAD_DIMS, lengths=LENGTHS, window=(Window(), CAUSAL))
 def test_the_backward_kernel_draws_the_mask(head_dim, lengths, window, device, dropped):
     sizes = (2, 3, *lengths)

@@ -1,7 +1,7 @@
 """Calls with packed queries, on packed keys or on a cache: their routes and their launches.
 
 `fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table of tiles,
-which a kernel before it makes from the lengths; few tiles may be split. A kernel more recomputes
+which a kernel before it makes from the lengths; tiles may be split. A kernel more recomputes
 rows whose fixed reference failed, or, where sequences share tiles, rows that are not finite.
 Sequences with few queries may be the decode kernel's, which then overlaps the forward kernel.
 
@@ -224,6 +224,9 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
         call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
     )
     name, most_queries, _ = choose_route(signature, most_rows)
+    if name == DECODE and call.has_fp8_cache:
+        # How many CTAs serve an FP8 cache depends on the number of sequences.
+        return PreparedDecode.of(plan_decode(call, options), on_gpu)
     if name == DECODE:
         # Without a route to look up in each call.
         loaded = made.prepared and made.prepared(DECODE, most_queries)

@@ -1,7 +1,8 @@
 """Gather and ring: keys come to each rank, in one hop or in several.
 
 gather: each rank gets the keys that its rows see. A chunk of queries attends to the keys up to the
-last one it sees, which bottom-right alignment puts in their places. dK and dV go back in float32.
+last one it sees, which bottom-right alignment puts in their places. Where they are small, keys stay
+for the backward pass. dK and dV go back in float32.
 ring: the same, but from a rank at a time, while it attends to the keys of the one before. Partial
 outputs are merged in float32 by their log-sum-exps.
 
@@ -41,7 +42,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """Keys come to each rank, for the backward pass again; the next ones while it computes.
+    """Keys come to each rank, the next ones while it computes.
 
     Attributes:
         joined: keys and values.

@@ -82,6 +82,9 @@ def plan(
         if name == "ulysses":
             shares = (sum(pairs) // num_ranks,) * num_ranks
             received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
+        if name == "gather" and heads_kv * num_ranks <= heads_q:
+            # Keys stay for the backward pass; see `Hops`.
+            received = kv * others, 2 * kv * others
         tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
         compute = tuple(x / tflops * 1e6 for x in tflop)
         exposed = tuple(x * 2**20 / gbps / 1e3 for x in received)

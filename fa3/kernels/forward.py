@@ -103,7 +103,7 @@ class Forward(ForwardEpilogue):
     arguments_type: ClassVar[type] = ForwardArguments
 
     def __post_init__(self):
-        self.config.validate(self.spec)
+        self.config.validate(self.spec, self.cache is not None and self.cache.is_fp8)
         if self.config.cluster > 1 and not self.schedule_type.takes_pairs:
             raise ValueError(
                 f"{self.schedule_type.__name__} must have clusters of 1 CTA, got clusters of "
@@ -111,9 +111,6 @@ class Forward(ForwardEpilogue):
             )
         if self.cache is not None and not self.box:
             raise ValueError(f"cache must have its keys in boxes, got {self.cache}")
-        converts = self.config.converted_stages > 0
-        if not self.spec.is_fp8 and converts != (self.cache is not None and self.cache.is_fp8):
-            raise ValueError(f"converted_stages must be 0 unless keys are FP8, got {self.config}")
 
     @property
     def format(self) -> SixteenBits:
@@ -393,23 +390,24 @@ class Forward(ForwardEpilogue):
 
         def block_pipelines(barriers, barriers_loaded, layout, stages: int, is_rewritten: bool):
             """The pipeline to the consumers and the one that loads, which may be the same."""
-            of_blocks = form.loaded_type, config.kv_stages, layout, 1, config.cluster
+            block_sizes = form.loaded_type, config.kv_stages, layout, 1, config.cluster
             if cutlass.const_expr(not is_rewritten):
-                return (tma_pipeline(barriers, *of_blocks),) * 2
-            loading = tma_pipeline(barriers_loaded, *of_blocks, warps=form.rewriters)
+                return (tma_pipeline(barriers, *block_sizes),) * 2
+            loading = tma_pipeline(barriers_loaded, *block_sizes, warps=form.rewriters)
             return ConvertedPipeline.create(barriers, stages, form.rewriters, warps), loading
 
-        of_q = self.dtype, config.q_stages, layouts.q, config.consumers, 1
-        of_q = tma_pipeline(storage.barriers_q, *of_q)
-        of_k, loading_k = block_pipelines(
+        pipeline_q = tma_pipeline(
+            storage.barriers_q, self.dtype, config.q_stages, layouts.q, config.consumers, 1
+        )
+        pipeline_k, loading_k = block_pipelines(
             storage.barriers_k, storage.barriers_loaded_k, layouts.loaded_k, form.k_stages,
             form.rewrites_k,
         )  # fmt: skip
-        of_v, loading_v = block_pipelines(
+        pipeline_v, loading_v = block_pipelines(
             storage.barriers_v, storage.barriers_loaded_v, layouts.loaded_v, form.v_stages,
             form.rewrites_v,
         )  # fmt: skip
-        pipelines = ForwardPipelines(of_q, of_k, of_v, loading_k, loading_v)
+        pipelines = ForwardPipelines(pipeline_q, pipeline_k, pipeline_v, loading_k, loading_v)
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + form.rewriters)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):

@@ -174,8 +174,8 @@ class Fp8Keys(SixteenBits):
 
     def rewriter(self, smem: ForwardBuffers, pipelines: ForwardPipelines, warp, lane) -> tuple:
         k, v = (
-            BlockConverter(*given, warp, lane, CONVERTERS, CHUNKS_AT_ONCE)
-            for given in (
+            BlockConverter(*buffers, warp, lane, CONVERTERS, CHUNKS_AT_ONCE)
+            for buffers in (
                 (smem.loaded_k, smem.k, pipelines.loaded_k, pipelines.k),
                 (smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v),
             )

@@ -102,7 +102,7 @@ class ForwardConfig:
         of_loaded = 1 if self.converted_stages else element
         return element * (q + converted) + of_loaded * loaded + out * o + 1024
 
-    def validate(self, spec: AttentionSpec) -> None:
+    def validate(self, spec: AttentionSpec, has_fp8_cache: bool = False) -> None:
         """Check that the kernel can run this config for this spec.
 
         Raises:
@@ -130,8 +130,11 @@ class ForwardConfig:
             )
         if self.cluster_h > 1 and spec.mask.templates:
             raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
-        if spec.is_fp8 and self.converted_stages < 1:
-            raise ValueError(f"converted_stages must be 1 or more in FP8, got {self}")
+        if (spec.is_fp8 or has_fp8_cache) != (self.converted_stages > 0):
+            raise ValueError(
+                f"converted_stages must be 1 or more where k and v are FP8, and 0 elsewhere, got "
+                f"{self.converted_stages}"
+            )
         if self.one_level and not spec.is_fp8:
             raise ValueError("one_level must be False in 16 bits")
         if spec.is_fp8 and self.tile_n % FP8_KEYS:

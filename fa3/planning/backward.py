@@ -252,7 +252,7 @@ class BackwardPlan:
         return self.kernels.layout(self.num_query_tiles, num_parts, self.num_head_groups)
 
     def launch(self, num_sms: int) -> Launch:
-        """The launch of both kernels on so many SMs."""
+        """Return the launch of all kernels on so many SMs."""
         most_ctas = max(self.num_parts, convert_ctas(self.num_query_tiles))
         return launch_of_pass(
             self.kernels,

@@ -67,7 +67,7 @@ multiplied, by more than two tiles of one warpgroup each."""
 FEWEST_EARLIER_KEYS = 4096
 """Keys beyond one for each query from which on a call with long sequences has two kernels: fewer
 take the forward kernel no longer than the launch of another one. Also the keys that a sequence must
-have room for where few tiles are split: of fewer that does not pay."""
+have room for where the GPU splits tiles: of fewer that does not pay."""
 
 IDLE_SHARE = 0.5
 """Share of the SMs that have a tile of the forward kernel, up to which the others count as idle
@@ -94,7 +94,7 @@ class Signature:
     sm_margin: int = 0
     cache: CacheLayout | None = None  # how the keys of a cache are laid out
     capacity: int = TILE_N  # keys that a sequence has room for in a cache
-    batch: int = 1  # sequences, where 32 bits may not count the key blocks of so many
+    batch: int = 1  # sequences, or 1 where 32 bits count the key blocks of all of them
     has_packed_queries: bool = True  # whether queries are packed; always where keys are
     # has_used_q, has_used_k: whether not all of packed rows count.
     has_used_q: bool = False

@@ -1,7 +1,7 @@
 """Blocks of an FP8 cache, converted to 16 bits in shared memory for the MMA warpgroups.
 
-TMA or cp.async loads a block as e4m3. Converter warps write it in 16 bits, in the layout that
-blocks of a 16-bit cache have, so the MMA warpgroups do the same as for these. To fp16 two values
+TMA or cp.async loads a block as e4m3. Converter warps write it in 16 bits, in the layout of blocks
+of a 16-bit cache. So the MMA warpgroups do the same as for these. To fp16 two values
 take one instruction, to bf16 four; both hold all values of e4m3. The decode kernel takes fp16.
 
 Each lane converts 16 bytes at a time: one chunk of a loaded row, two chunks of a converted row. The
@@ -82,7 +82,9 @@ class BlockConverter:
                 if cutlass.const_expr(box + first == 0):
                     self.converting.producer_acquire(to_state)
                 self.store(chunks, box, first, to_state.index)
-            if cutlass.const_expr(self.rest > 0):  # noqa: SIM102, joined both would be traced
+            if cutlass.const_expr(self.rest > 0):
+                if cutlass.const_expr(box + self.groups == 0):
+                    self.converting.producer_acquire(to_state)
                 if self.warp < self.rest:
                     more = self.load(box, self.groups, self.groups + 1, from_state.index)
                     self.store(more, box, self.groups, to_state.index)
