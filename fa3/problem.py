@@ -61,6 +61,7 @@ ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}
 
 FP8 = "float8_e4m3fn"
 """What q, k and v may be made of in a forward pass whose out is in 16 bits; and caches."""
+FP8_BYTES = 1  # bytes of an element in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class AttentionSpec:
     @property
     def element(self) -> Element:
         """What q, k and v are made of."""
-        return Element(1, False) if self.is_fp8 else ELEMENTS[self.dtype]
+        return Element(FP8_BYTES, False) if self.is_fp8 else ELEMENTS[self.dtype]
 
     @property
     def out_dtype(self) -> str:

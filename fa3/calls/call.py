@@ -436,8 +436,8 @@ def check_tensors(call: AttentionCall) -> None:
     if call.sinks is not None:
         check_sinks(call.sinks, call.q_in_16_bits)
     if call.out is not None:
-        of_fp8 = (torch.bfloat16,) if call.has_cache else (torch.bfloat16, torch.float16)
-        check_output(call.out, call.out_shape, call.q, of_fp8)
+        fp8_outputs = (torch.bfloat16,) if call.has_cache else (torch.bfloat16, torch.float16)
+        check_output(call.out, call.out_shape, call.q, fp8_outputs)
 
 
 def check_fp8(call: AttentionCall) -> None:

@@ -193,14 +193,14 @@ def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
 
 
 def check_output(
-    out: Operand, shape: tuple[int, ...], q: Operand, of_fp8: tuple[torch.dtype, ...]
+    out: Operand, shape: tuple[int, ...], q: Operand, fp8_outputs: tuple[torch.dtype, ...]
 ) -> None:
     """Raise unless the output of a call on q can lie like this; with q in FP8 its dtype is one of
-    `of_fp8`."""
+    `fp8_outputs`."""
     is_packed = len(shape) == len(PACKED_DIMENSIONS)
     if q.dtype == FP8_DTYPE:
-        if out.dtype not in of_fp8:
-            accepted = " or ".join(map(str, of_fp8))
+        if out.dtype not in fp8_outputs:
+            accepted = " or ".join(map(str, fp8_outputs))
             raise TypeError(f"out must be {accepted} with q in {q.dtype}, got {out.dtype}")
         q = q._replace(dtype=out.dtype)
     check_like_q("out", out, q, PACKED_DIMENSIONS if is_packed else DIMENSIONS)

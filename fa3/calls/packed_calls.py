@@ -72,9 +72,9 @@ class PackedCall:
     @classmethod
     def of(cls, signature: Signature, on_gpu: bool = False) -> "PackedCall":
         """Load the kernels that a call is likely to have, whatever its lengths are."""
-        decode_plan = functools.cache(signature.decode_plan)
+        decode_plan = functools.lru_cache(maxsize=REMEMBERED)(signature.decode_plan)
 
-        @functools.cache
+        @functools.lru_cache(maxsize=REMEMBERED)
         def prepared(name: str, most_queries: int) -> Prepared:
             launches = launches_of_route(signature, name, most_queries, decode_plan)
             memory = decode_plan(most_queries, name != DECODE).memory if most_queries else NO_MEMORY
@@ -219,7 +219,6 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
         call.cache_layout, call.capacity, 1 if fits else call.batch,
         has_used_q=call.seqused_q is not None,
     )  # fmt: skip
-    made = packed_call(signature, on_gpu)
     most_rows = PackedSizes(
         call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
     )
@@ -227,6 +226,7 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
     if name == DECODE and call.has_fp8_cache:
         # How many CTAs serve an FP8 cache depends on the number of sequences.
         return PreparedDecode.of(plan_decode(call, options), on_gpu)
+    made = packed_call(signature, on_gpu)
     if name == DECODE:
         # Without a route to look up in each call.
         loaded = made.prepared and made.prepared(DECODE, most_queries)

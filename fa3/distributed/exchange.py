@@ -25,8 +25,10 @@ def group_of(group: Group) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError("torch.distributed must be initialised: call init_process_group first")
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup) and isinstance(group, DeviceMesh):
-        group = group.get_group() if group.ndim == 1 else group
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             "group must be a ProcessGroup that has this rank, a DeviceMesh of 1 dimension or None, "

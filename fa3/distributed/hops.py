@@ -25,6 +25,7 @@ from fa3.distributed.pieces import (
     Runs,
     everything_of,
     exchange_of,
+    keeps_keys,
     together,
     with_begins,
 )
@@ -82,8 +83,7 @@ class Hops:
             wait()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
-        """Return out, the log-sum-exp or None, and what the backward pass reads.
-        That is the keys of all ranks where q and out take no less memory."""
+        """Return out, the log-sum-exp or None, and what the backward pass reads."""
         lses = list[Tensor]()
         total: Any = None
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -102,11 +102,8 @@ class Hops:
                 total = out.float()
         out = out if total is None else total.to(q.dtype)
         whole_lse = torch.cat(lses, 2) if returns_lse else None
-        columns, most = (
-            self.joined.width * len(self.split.rows),
-            q.shape[2] * (q.shape[3] + v.shape[3]),
-        )
-        saved: Any = (k, v) if len(self.hops) > 1 or columns > most else (buffer, None)
+        is_kept = keeps_keys(q.shape[2], k.shape[2], len(self.split.rows))
+        saved: Any = (buffer, None) if is_kept and len(self.hops) == 1 else (k, v)
         return out, whole_lse, (q, out, *saved, *lses)
 
     def backward(

@@ -17,6 +17,12 @@ class RowExchange(NamedTuple):
     received: tuple[tuple[int, slice], ...]  # other ranks, and places for their rows
 
 
+def keeps_keys(heads_q: int, heads_kv: int, num_ranks: int) -> bool:
+    """Whether gathered keys stay for the backward pass.
+    Then they take no more memory than q and out, of which each rank has its part."""
+    return heads_kv * num_ranks <= heads_q
+
+
 @functools.lru_cache(maxsize=64)
 def exchange_of(chunks: Runs, wanted: Runs, rank: int, is_placed: bool = False) -> RowExchange:
     """Return how a rank gets the rows that it wants: all of its own rows, or none of them.

@@ -300,7 +300,7 @@ class PreprocessArguments(NamedTuple):
     # `PREPROCESS_TICKET` on; receives zeros.
     counters: object
     num_tiles: int  # the number of query tiles to preprocess, the first ones
-    # 1 if the accumulator starts with zeros, as of packed sequences; else 0.
+    # 1 if the accumulator starts with zeros, as of packed sequences and long ones; else 0.
     dq_is_zeroed: int
     # cu_seqlens_q, seqused_q: of packed sequences, with tensors (total_q, heads_q, ...) and
     # (heads_q, total_q); None without.

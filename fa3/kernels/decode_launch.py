@@ -9,10 +9,9 @@ from cutlass import Int64
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import FP8, AttentionSpec
+from fa3.problem import FP8, FP8_BYTES, AttentionSpec
 
 TILE_N = 64  # keys of a key block
-FP8_BYTES = 1  # bytes of an element of an FP8 cache
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,8 @@ class Fp8Products(SixteenBits):
         return k, vt, k, v
 
     def rewriter(self, smem: ForwardBuffers, pipelines: ForwardPipelines, warp, lane) -> tuple:
-        of_v = smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v
-        return ValueTransposer(*of_v, warp, lane), self.states(self.v_stages)
+        buffers = smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v
+        return ValueTransposer(*buffers, warp, lane), self.states(self.v_stages)
 
     def consumer(self, group) -> tuple[Callable, Mmas | Fp8Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but warpgroups take no turns, which cost up to 6%."""

@@ -12,7 +12,7 @@ from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.fp8_compute import fragment_registers
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
-from fa3.problem import ELEMENTS, FP8, AttentionSpec
+from fa3.problem import ELEMENTS, FP8, FP8_BYTES, AttentionSpec
 
 FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
 OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
@@ -95,12 +95,12 @@ class ForwardConfig:
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         q = self.q_stages * self.tile_m * head_dim
         loaded = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        of_keys = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
-        converted = self.converted_stages * self.tile_n * of_keys
+        columns = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
+        converted = self.converted_stages * self.tile_n * columns
         o = self.tile_m * head_dim_v if self.own_o else 0
         element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
-        of_loaded = 1 if self.converted_stages else element
-        return element * (q + converted) + of_loaded * loaded + out * o + 1024
+        loaded *= FP8_BYTES if self.converted_stages else element
+        return element * (q + converted) + loaded + out * o + 1024
 
     def validate(self, spec: AttentionSpec, has_fp8_cache: bool = False) -> None:
         """Check that the kernel can run this config for this spec.

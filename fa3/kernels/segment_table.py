@@ -156,9 +156,9 @@ class SegmentTable(KernelBase):
         """Cut all tiles; return the stretches. Each thread has tiles that follow one another."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
-        of_thread = (num_tiles + CUTTERS - 1) // CUTTERS
-        first = cutlass.min(thread * of_thread, num_tiles)
-        end = cutlass.min(first + of_thread, num_tiles)
+        tiles_per_thread = (num_tiles + CUTTERS - 1) // CUTTERS
+        first = cutlass.min(thread * tiles_per_thread, num_tiles)
+        end = cutlass.min(first + tiles_per_thread, num_tiles)
         work = longest = Int32(0)
         for number in cutlass.range(first, end):
             begin, blocks = self.blocks_of_tile(call, order, number)

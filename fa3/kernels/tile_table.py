@@ -148,8 +148,8 @@ class DecodeShare(NamedTuple):
     def blocks_beside(self, num_ctas: Int32, heads_kv: Int32) -> Int32:
         """Key blocks that a CTA of the forward kernel has time for while the decode kernel has so
         many CTAs."""
-        of_cta = self.short * Float32(heads_kv) / Float32(cutlass.max(num_ctas, 1))
-        return Int32(of_cta * SLOWER_BESIDE) + BLOCKS_BESIDE
+        blocks = self.short * Float32(heads_kv) / Float32(cutlass.max(num_ctas, 1))
+        return Int32(blocks * SLOWER_BESIDE) + BLOCKS_BESIDE
 
 
 class LaneSequence(NamedTuple):

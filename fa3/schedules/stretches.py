@@ -74,9 +74,9 @@ class Stretches(NamedTuple):
 
     def cta_at(self, work):
         """The CTA that has the block after so much work."""
-        of_early = self.num_early * self.length
-        late = self.num_early + (work - of_early) // (self.length - self.delay)
-        return either(work < of_early, work // self.length, late)
+        early_work = self.num_early * self.length
+        late = self.num_early + (work - early_work) // (self.length - self.delay)
+        return either(work < early_work, work // self.length, late)
 
     def cut(self, number, start, begin, blocks) -> TileCut:
         """Cut the tile with a number; its parts have no slots yet."""
