@@ -1,4 +1,4 @@
-"""The command line: `fa3 info | plan | compile | tune | cache | demo`, also as `python -m fa3`.
+"""The command line: `fa3 info | plan | compile | tune | demo`, also as `python -m fa3`.
 
 What a command needs is imported when it runs: `--help` needs neither torch nor the compiler.
 """
@@ -51,7 +51,6 @@ COMMANDS = {
     "plan": "fa3.tools.plan_command:show_plan",
     "compile": "fa3.tools.warmup:run_compile",
     "tune": "fa3.tools.tune:tune_here",
-    "cache": "fa3.tools.info:run_cache",
     "demo": "fa3.tools.demo:show_demo",
 }
 """What runs a command: a function that takes its options."""

@@ -1,4 +1,4 @@
-"""What the command line prints and draws, and the timelines behind it."""
+"""What the command line prints and draws."""
 
 import json
 import os
@@ -22,10 +22,12 @@ from fa3.calls.decode import plan_decode
 from fa3.calls.forward import prepare_forward
 from fa3.calls.options import DENSE, PACKED, Options
 from fa3.calls.varlen import prepare_varlen
+from fa3.planning.explanation import quantity
 from fa3.planning.gpu import GPUS
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.routes import PackedSizes, launches_of_route
 from fa3.problem import Window
+from fa3.running import code_cache
 from fa3.tools import cubin
 from fa3.tools.arguments import DEFAULT_SHAPE, GPU_NAMES, make_parser
 from fa3.tools.plan_command import problem_of
@@ -38,10 +40,13 @@ def problem(*arguments: str):
     return problem_of(options.shape, options)
 
 
-def facts(capsys, *arguments: str) -> dict:
-    """What `fa3 plan --json` prints."""
-    main(["plan", "--json", *arguments])
-    return json.loads(capsys.readouterr().out)
+def printed_plan(capsys, *arguments: str) -> dict[str, list[str]]:
+    """The lines that `fa3 plan` prints about each thing."""
+    main(["plan", *arguments])
+    about: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        about.setdefault(line[:9].strip() or list(about)[-1], []).append(line[9:])
+    return about
 
 
 def test_plan_is_printed_and_drawn(tmp_path, capsys):
@@ -95,14 +100,26 @@ def test_info_without_a_folder_for_the_cache(monkeypatch, capsys):
     assert "cache     none: Could not determine home directory" in capsys.readouterr().out
 
 
+def test_info_counts_kernels_and_says_why_a_folder_is_not_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    for key in "012":
+        code_cache.fetch(key, lambda: bytes(100_000))
+    main(["info"])
+    assert f"cache     {tmp_path}, 3 kernels, 0.3 MB\n" in capsys.readouterr().out
+    tmp_path.chmod(0o777)
+    main(["info"])
+    assert f"MB; not used: others may write to {tmp_path}" in capsys.readouterr().out
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "none"))
+    main(["info"])
+    assert "none, 0 kernels, 0.0 MB\n" in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------- what is planned
 
 
 @pytest.mark.parametrize("name", GPU_NAMES)
 def test_a_plan_names_the_gpu_that_it_is_for(name, capsys):
-    main(["plan", "--gpu", name])
-    assert f"GPU      {GPUS[name].name}, 132 SMs." in capsys.readouterr().out
-    assert facts(capsys, "--gpu", name)["gpu"] == {"name": GPUS[name].name, "sms": 132}
+    assert printed_plan(capsys, "--gpu", name)["GPU"] == [f"{GPUS[name].name}, 132 SMs."]
 
 
 @pytest.mark.parametrize("shape", ["1,1,32768,32,8,128", "2,7,9000,4,4,64", "1,4096,4096,8,2,128"])
@@ -116,11 +133,9 @@ def test_the_plan_is_that_of_the_call(shape, capsys):
     described = describe_tensors(DENSE, (q, k, k, *[None] * 19))
     call = prepare_forward(described, Options(Window(right=0), kind=DENSE))
     expected = [describe_kernel(launch.kernel) for launch in call.kernels.plan.launches()]
-    found = facts(capsys, "--gpu", "H200", "--shape", shape, "--causal")
-    assert found["kernels"] == expected
+    printed = printed_plan(capsys, "--gpu", "H200", "--shape", shape, "--causal")
+    assert printed["Kernels"] == expected
     assert expected[0].startswith("decode" if seqlen_q < 100 else "forward")
-    main(["plan", "--shape", shape, "--causal"])
-    assert expected[0] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("seqlen", "softmax"), [(512, "Online: "), (8192, "Subtracts a fixed ")])
@@ -141,10 +156,10 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
     plan = plan_decode(call, Options(Window(right=0)))
     arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends
-    found = facts(capsys, "--call", "cache", "--gpu", "H200", *arguments)
+    printed = printed_plan(capsys, "--call", "cache", "--gpu", "H200", *arguments)
     expected = ["append"] * appends
-    assert found["kernels"] == expected + [describe_kernel(one.kernel) for one in plan.launches()]
-    assert found["prediction"]["us"] > 0 and found["call"] == "cache"
+    assert printed["Kernels"] == expected + [describe_kernel(one.kernel) for one in plan.launches()]
+    assert " us predicted, " in printed["Time"][0]
 
 
 @pytest.mark.parametrize(
@@ -163,24 +178,25 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     rows = batch * seqlen_q, batch * seqlen_k
     route = call.signature.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
     launches = launches_of_route(call.signature, route.name, route.most_queries)
-    found = facts(capsys, "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal")
-    assert [kernel.split(",")[0] for kernel in found["kernels"]] == names
-    assert found["kernels"] == [describe_kernel(launch.kernel) for launch in launches]
-    assert found["rule"] == route.reason
+    arguments = "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal"
+    printed = printed_plan(capsys, *arguments)
+    assert [kernel.split(",")[0] for kernel in printed["Kernels"]] == names
+    assert printed["Kernels"] == [describe_kernel(launch.kernel) for launch in launches]
+    assert printed["Rule"][0].endswith(f": {route.reason}.")
 
 
 def test_a_backward_plan_says_what_it_takes(capsys):
     shape = "--shape", "2,1000,900,8,2,192", "--head-dim-v", "128"
-    found = facts(capsys, "--call", "backward", *shape)
-    assert [kernel.split(",")[0] for kernel in found["kernels"]] == [
-        "backward preprocess",
-        "backward",
-    ]
-    assert found["kernels"][0] == "backward preprocess, bfloat16, head_dim 192 and 128"
-    assert found["key_tiles"] == 2 * 2 * -(-900 // found["tile"][1])
-    assert found["flop"] == 2.5 * problem(*shape).flops
+    printed = printed_plan(capsys, "--call", "backward", *shape)
+    first, second = printed["Kernels"]
+    assert first == "backward preprocess, bfloat16, head_dim 192 and 128"
+    assert second.startswith("backward, ")
+    assert quantity(2.5 * problem(*shape).flops, "FLOP") in printed["Problem"][0]
+    tile_n = int(printed["CTA"][0].split()[3])
+    assert printed["Grid"][0].startswith(f"{2 * 2 * -(-900 // tile_n)} tiles of keys")
     # The sums of dQ alone are fp32 of all queries.
-    assert found["workspace_bytes"] > 4 * 2 * 1000 * 8 * 192
+    megabytes = float(printed["Memory"][0].split(" MB")[0])
+    assert 1e6 * megabytes > 4 * 2 * 1000 * 8 * 192
 
 
 # ------------------------------------------------------------------------------ wrong arguments
@@ -215,14 +231,8 @@ def fails(capsys, *arguments: str) -> str:
             "argument --page-size: needs an integer of 0 or more, got '-1'",
         ),
         (("--call", "cache", "--schedule", "list"), "--schedule goes with --call dense, got"),
-        (("--record", "--gpu", "H100"), "--record runs on the GPU of this machine"),
-        (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--record, --png and --trace show the"),
-        (
-            ("--call", "packed", "--trace", "x.json"),
-            "--trace goes with --call dense, got --call packed",
-        ),
-        # Without a GPU too: the kind of call is checked first.
-        (("--call", "cache", "--record"), "--record goes with --call dense, got --call cache"),
+        (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--png shows the forward kernel"),
+        (("--call", "packed", "--png", "x"), "--png goes with --call dense, got --call packed"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message, capsys):
@@ -237,7 +247,6 @@ def test_wrong_arguments_are_explained(arguments, message, capsys):
         ("plann",),
         ("plan", "--shap"),
         ("plan", "--head-dim", "64"),
-        ("cache", "bound"),
         ("tune", "--x"),
         *(("compile", *text.split()) for text in ("--heads 8", "--causal --full", "--dtype x")),
         ("compile", "--heads", f"{10**11},1", "--head-dim", "64"),
@@ -250,7 +259,7 @@ def test_all_wrong_arguments_end_alike(arguments, capsys):
 # ------------------------------------------------------------------------------------- the program
 
 
-@pytest.mark.parametrize("command", ["info", "plan", "compile", "tune", "cache", "demo"])
+@pytest.mark.parametrize("command", ["info", "plan", "compile", "tune", "demo"])
 def test_every_help_has_examples_that_can_be_parsed(command, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

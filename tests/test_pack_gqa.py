@@ -178,15 +178,11 @@ def test_plans_tell_what_packing_would_take(problem, share):
 def test_a_packed_plan_explains_itself_and_what_it_was_compared_with():
     plan = plan_dense(FEW)
     explanation, forward = plan.explain(), plan_forward(FEW)
-    (kernel,) = explanation.facts["kernels"]
-    assert kernel.startswith("decode, tile 64x64") and kernel in str(explanation)
-    assert {one["name"] for one in explanation.facts["candidates"]} == {
-        one.name for one in forward.considered
-    }
-    assert f"{duration(plan.predict().us)} predicted" in str(explanation)
-    assert all(one.name in str(explanation) for one in forward.considered)
+    assert "Kernels  decode, tile 64x64" in explanation
+    assert f"{duration(plan.predict().us)} predicted" in explanation
+    assert all(one.name in explanation for one in forward.considered)
     forced = plan_dense(MANY, pack_gqa=True).explain()
-    assert forced.facts["candidates"] == [] and "not measured" in str(forced)
+    assert "not measured" in forced and forced.splitlines()[-1].startswith("Choice")
 
 
 # ------------------------------------------------------------------------------------- refused

@@ -1,6 +1,5 @@
-"""From the notes of an instrumented kernel to a timeline, and its picture and trace; no GPU."""
+"""From the notes of an instrumented kernel to a timeline; no GPU."""
 
-import json
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -12,7 +11,6 @@ import torch
 from problems import make_operands, make_problem
 
 import fa3
-from fa3.__main__ import main
 from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
@@ -96,66 +94,6 @@ def test_a_lane_is_never_busy_twice():
     assert timeline.busy == (19.0,)
     assert timeline.balance == 1.0
     assert timeline.stretched(38.0).busy == (38.0,)
-    bars = [event for event in timeline.trace_events("", "SM")["traceEvents"] if "dur" in event]
-    assert [(bar["ts"], bar["dur"]) for bar in bars] == [(0.0, 9.0), (9.0, 10.0)]
-
-
-def events_of(trace: dict, phase: str, pid: int | None = None) -> list[dict]:
-    events = json.loads(json.dumps(trace))["traceEvents"]
-    return [e for e in events if e["ph"] == phase and pid in (None, e["pid"])]
-
-
-@every_plan
-def test_a_trace_has_what_was_predicted_and_what_was_recorded(plan):
-    recorded = timeline_of(made_up_notes(plan), plan)
-    trace = plan.trace(recorded)
-    processes = {
-        event["args"]["name"]: event["pid"]
-        for event in events_of(trace, "M")
-        if event["name"] == "process_name"
-    }
-    assert processes.keys() == {"predicted", "recorded"}
-    for name, timeline in (("predicted", plan.simulate()), ("recorded", recorded)):
-        tiles = events_of(trace, "X", processes[name])
-        assert len(tiles) == len(timeline.spans)
-        lanes = events_of(trace, "M", processes[name])[1:]
-        assert [event["tid"] for event in lanes] == list(range(timeline.num_lanes))
-        by_lane = defaultdict(list)
-        for event in tiles:
-            by_lane[event["tid"]].append((round(1000 * event["ts"]), round(1000 * event["dur"])))
-        for bars in by_lane.values():
-            bars.sort()
-            assert all(length > 0 for _, length in bars)
-            for (start, length), (following, _) in pairwise(bars):
-                assert start + length <= following
-
-
-def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
-    gpu = replace(H200, num_sms=100)
-    monkeypatch.setattr("fa3.tools.plan_command.device_here", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr("fa3.tools.plan_command.gpu_of", lambda device: gpu)
-    monkeypatch.setattr(
-        "fa3.tools.plan_command.record_timeline",
-        lambda plan: timeline_of(made_up_notes(plan), plan),
-    )
-    png, trace = tmp_path / "both.png", tmp_path / "both.json"
-    shape = ("--shape", "1,2000,2000,8,2,128", "--causal")
-    main(["plan", *shape, "--record", "--png", str(png), "--trace", str(trace)])
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed[-3:]] == ["Recorded", "Picture", "Trace"]
-    assert "on 100 SMs" in "".join(printed)
-    assert png.read_bytes().startswith(PNG_SIGNATURE)
-    assert len({event["pid"] for event in events_of(json.loads(trace.read_text()), "X")}) == 2
-    main(["plan", *shape, "--record", "--json"])
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["recorded"]["us"] > 0 and facts["gpu"]["sms"] == 100
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_recording_without_a_gpu_is_explained(capsys):
-    with pytest.raises(SystemExit, match=r"compute capability 9\.0.* torch sees 0 GPUs"):
-        main(["plan", "--shape", "1,64,64,2,2,64", "--record"])
-    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:99", torch.device("cpu")])

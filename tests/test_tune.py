@@ -240,7 +240,7 @@ def test_the_command_tunes_its_shapes(compiler, monkeypatch, capsys):
     """Afterwards `fa3 plan` shows their plans."""
     stopwatch = Stopwatch(packed=50.0)
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(module, "device_here", lambda: device)
+    monkeypatch.setattr(module, "hopper_device", lambda: device)
     monkeypatch.setattr(module, "gpu_of", lambda of: H200)
     monkeypatch.setattr(module, "time_plans", lambda of, plans: stopwatch(plans))
     shapes = "1,300,300,4,1,64", "1,200,300,4,1,64", "1,300,300,4,1,64"

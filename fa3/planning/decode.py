@@ -22,12 +22,10 @@ from fa3.kernels.decode_launch import TILE_N, DecodeArguments, DecodeConfig
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.explanation import (
     Candidate,
-    PlanDescription,
     choice_of,
     counted,
+    describe_plan,
     duration,
-    facts_of_candidates,
-    facts_of_prediction,
 )
 from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, Memory
@@ -383,13 +381,12 @@ class DecodePlan:
             f"{us / of_plan - 1:+.1%}{remark}. Calls run so {when}."
         )
 
-    def explain(self, appends: bool = False) -> PlanDescription:
+    def explain(self, appends: bool = False) -> str:
         """Say what it does, its predicted time and bottleneck, and the forward kernel's plans."""
         problem, prediction, launches = self.problem, self.predict(), self.launches()
         kernels = [*(("append",) if appends else ()), *(one.kernel for one in launches)]
         others = sorted(self.considered, key=lambda one: one.prediction.us)
         sizes, config = self.sizes, self.kernel().config
-        call = "dense" if self.cache.is_full else "cache"
         flops = problem.flops
         merge = "Combine merges" if len(launches) > 1 else "The decode kernel merges"
         filled = "" if self.cache.is_full else ", if all sequences fill the cache"
@@ -408,15 +405,7 @@ class DecodePlan:
             f"compute {duration(prediction.compute_us)}, launches {prediction.launch_us:.1f} us.",
             "Choice": choice_of("decode kernel", prediction, others),
         }
-        facts = {
-            "tile": [ROWS, TILE_N],
-            "ctas": self.num_ctas,
-            "tiles": sizes.num_tiles,
-            "shared_memory_bytes": config.smem_bytes(self.spec),
-            "prediction": facts_of_prediction(prediction),
-            "candidates": facts_of_candidates(others),
-        }
-        return PlanDescription.of(call, problem, self.gpu, kernels, sentences, facts)
+        return describe_plan(problem, self.gpu, kernels, sentences)
 
     def predict(self) -> Prediction:
         """The time that the call is predicted to take, with its components."""

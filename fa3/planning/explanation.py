@@ -1,9 +1,7 @@
-"""A plan in words and in numbers: what it does, its predicted time and bottleneck, and the
-candidates (`Candidate`) that the planner compared.
-"""
+"""A plan in words: what it does, its predicted time and bottleneck, and the candidates that the
+planner compared."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fa3.kernels.forward_launch import ForwardConfig
@@ -37,61 +35,26 @@ class Candidate(NamedTuple):
         return f"{self.schedule} {describe_config(self.config)}"
 
 
-@dataclass(frozen=True)
-class PlanDescription:
-    """A plan in words and in numbers. `print` it."""
-
-    sentences: dict[str, str]  # by what they are about
-    facts: dict[str, Any]  # the same for programs; JSON can hold them
-
-    @classmethod
-    def of(
-        cls,
-        call: str,  # what is planned: "dense", "packed", "cache" or "backward"
-        problem: Problem,
-        gpu: Gpu,
-        kernels: Iterable[Any],  # what is launched, in this order
-        sentences: dict[str, str],
-        facts: dict[str, Any],
-        flops: int | None = None,  # useful floating-point operations, if not the forward pass's
-    ) -> "PlanDescription":
-        """Describe a plan: what there is to say of any one, then its own sentences and facts."""
-        spec, flops = problem.spec, problem.flops if flops is None else flops
-        names = [describe_kernel(kernel) for kernel in kernels]
-        return cls(
-            {
-                "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v and "
-                f"out have {quantity(problem.bytes, 'B')}.",
-                "GPU": f"{gpu.name}, {gpu.num_sms} SMs.",
-                "Kernels": BELOW.join(names),
-                **sentences,
-            },
-            {
-                "call": call,
-                "gpu": {"name": gpu.name, "sms": gpu.num_sms},
-                "problem": {
-                    **{name: getattr(problem, name) for name in ("batch", "seqlen_q", "seqlen_k")},
-                    "heads_q": problem.num_heads_q,
-                    "heads_kv": problem.num_heads_kv,
-                    **{name: getattr(spec, name) for name in ("head_dim", "head_dim_v", "dtype")},
-                    "window": list(problem.window),
-                    "modifiers": names_of_modifiers(spec),
-                },
-                "flop": flops,
-                "bytes": problem.bytes,
-                "kernels": names,
-                **facts,
-            },
-        )
-
-    def __str__(self) -> str:
-        lines = (f"{name:8} {sentence}" for name, sentence in self.sentences.items() if sentence)
-        return "\n".join(lines)
+def describe_plan(
+    problem: Problem,
+    gpu: Gpu,
+    kernels: Iterable[Any],  # what is launched, in this order
+    sentences: dict[str, str],  # of this kind of plan, by what they are about
+    flops: int | None = None,  # useful floating-point operations, if not the forward pass's
+) -> str:
+    """A plan in words: what there is to say of any one, then its own sentences."""
+    flops = problem.flops if flops is None else flops
+    sentences = {
+        "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v and out have "
+        f"{quantity(problem.bytes, 'B')}.",
+        "GPU": f"{gpu.name}, {gpu.num_sms} SMs.",
+        "Kernels": BELOW.join(map(describe_kernel, kernels)),
+        **sentences,
+    }
+    return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
 
 
-def describe_forward(
-    plan: Any, chosen: Candidate, found: Sequence[Candidate], packing: str
-) -> PlanDescription:
+def describe_forward(plan: Any, chosen: Candidate, found: Sequence[Candidate], packing: str) -> str:
     """Describe a `fa3.planning.plan.Plan`, next to what the planner compares, fastest first.
     `packing` is the same problem in the decode kernel, in a sentence; empty if that cannot run it.
     """
@@ -142,33 +105,8 @@ def describe_forward(
         ),
         "Packing": packing,
     }
-    facts = {
-        "tile": [config.tile_m, config.tile_n],
-        "cluster": cluster,
-        "ctas": ctas,
-        "tiles": tiles,
-        "schedule": schedule.name,
-        "shared_memory_bytes": smem_bytes,
-        "prediction": facts_of_prediction(prediction),
-        "candidates": facts_of_candidates(found),
-    }
     kernels = (launch.kernel for launch in plan.launches())
-    return PlanDescription.of("dense", problem, gpu, kernels, sentences, facts)
-
-
-def facts_of_prediction(prediction: Prediction) -> dict[str, Any]:
-    """A predicted time and what it is made of."""
-    names = "us", "burst_us", "compute_us", "memory_us", "launch_us"
-    times = {name: round(getattr(prediction, name), 3) for name in names}
-    return {**times, "bound": prediction.bound}
-
-
-def facts_of_candidates(candidates: Iterable[Candidate]) -> list[dict[str, Any]]:
-    """Plans of the forward kernel that were compared."""
-    return [
-        {"name": one.name, "us": round(one.prediction.us, 3), "measured": one.measured}
-        for one in candidates
-    ]
+    return describe_plan(problem, gpu, kernels, sentences)
 
 
 def choice_of(name: str, prediction: Prediction, others: Iterable[Candidate]) -> str:

@@ -13,12 +13,7 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import (
-    Candidate,
-    PlanDescription,
-    describe_forward,
-    describe_problem,
-)
+from fa3.planning.explanation import Candidate, describe_forward
 from fa3.planning.gpu import Gpu
 from fa3.planning.kernel_names import describe_config
 from fa3.planning.launch import FromCall, Launch, Memory, launch_of_forward
@@ -162,16 +157,7 @@ class Plan:
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 
-    def trace(self, recorded: Timeline | None = None) -> dict:
-        """The simulation in the Trace Event Format that Perfetto and chrome://tracing open.
-
-        Args:
-            recorded: a recording on the GPU (`fa3.record_timeline`), shown next to the prediction.
-        """
-        lanes = "SM" if self.config.cluster == 1 else "cluster"
-        return self.simulate().trace_events(describe_problem(self.problem), lanes, recorded)
-
-    def explain(self) -> PlanDescription:
+    def explain(self) -> str:
         """What the plan does, its predicted time and bottleneck, and the other candidates."""
         found = [
             as_made(self.problem, self.gpu, one) if one.schedule == SplitTiles.name else one

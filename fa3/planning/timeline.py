@@ -1,4 +1,4 @@
-"""Timelines: which SM works on which tile when, in microseconds; traces of them for Perfetto.
+"""Timelines: which SM works on which tile when, in microseconds.
 
 `Plan.simulate` makes them from the cost model, `fa3.tools.recording` from a run on the GPU.
 """
@@ -10,8 +10,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fa3.schedules import Schedule, Segment, walk
-
-PREDICTED, RECORDED = 1, 2  # process ids in a trace; trace viewers take 0 for the idle process
 
 
 class Cost(NamedTuple):
@@ -33,15 +31,6 @@ class Span(NamedTuple):
     @property
     def end(self) -> float:
         return self.start + self.cost.us
-
-    @property
-    def name(self) -> str:
-        """The tile and, for a part of a tile, its key blocks."""
-        tile, segment = self.segment.tile, self.segment
-        name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
-        if not segment.is_whole:
-            name += f", key blocks {segment.begin} to {segment.end - 1}"
-        return name
 
 
 @dataclass(frozen=True)
@@ -130,35 +119,3 @@ class Timeline:
     def balance(self) -> float:
         """Mean work of a lane over the whole time: 1 when all begin and finish together."""
         return self.mean / self.us if self.us else 1.0
-
-    def trace_events(self, title: str, lane_name: str, recorded: "Timeline | None" = None) -> dict:
-        """Return the Trace Event Format that Perfetto and chrome://tracing open.
-        A recording is shown as a second process next to this prediction, of lanes with a name."""
-        events = self.events(PREDICTED, lane_name)
-        if recorded is not None:
-            processes = [
-                event("M", "process_name", pid, args={"name": name})
-                for pid, name in ((PREDICTED, "predicted"), (RECORDED, "recorded"))
-            ]
-            events = processes + events + recorded.events(RECORDED, "SM")
-        return {"traceEvents": events, "otherData": {"problem": title}}
-
-    def events(self, pid: int, lane_name: str) -> list[dict]:
-        """The events of one process: a name for every lane, and the tiles."""
-        names = [
-            event("M", "thread_name", pid, tid=lane, args={"name": f"{lane_name} {lane}"})
-            for lane in range(self.num_lanes)
-        ]
-        tiles = []
-        for span, end in zip(self.spans, self.ends, strict=True):
-            head, cost, begin = span.segment.tile.head, span.cost, round(span.start, 3)
-            # After rounding to nanoseconds, too, no tile may overlap the next one.
-            times = {"tid": span.lane, "ts": begin, "dur": round(round(end, 3) - begin, 3)}
-            args = {"key blocks": cost.blocks, "unmasked": cost.full_blocks}
-            tiles.append(event("X", span.name, pid, cat=f"head {head}", **times, args=args))
-        return names + tiles
-
-
-def event(phase: str, name: str, pid: int, **fields: object) -> dict[str, object]:
-    """An event of a process in a trace."""
-    return {"ph": phase, "name": name, "pid": pid, **fields}

@@ -58,13 +58,6 @@ def make_parser(version: str) -> Parser:
     add_plan(commands)
     add_compile(commands)
     add_tune(commands)
-    cache = commands.add_parser(
-        "cache",
-        help="show or remove the compiled kernels on disk",
-        examples="  fa3 cache\n  fa3 cache clear",
-    )
-    about = "show: folder, number of kernels and bytes; clear: remove all kernels (default: show)"
-    cache.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help=about)
     demo = commands.add_parser(
         "demo",
         help="a short tour: on a Hopper GPU it checks and times a call, else it compiles one",
@@ -98,8 +91,7 @@ def add_plan(commands) -> None:
   fa3 plan --call cache --shape 8,1,8192,32,8,128 --causal --page-size 64
   fa3 plan --call packed --shape 64,512,512,32,8,128 --causal
   fa3 plan --call backward --shape 4,4096,4096,16,16,192 --head-dim-v 128 --causal
-  fa3 plan --causal --json                               # its numbers, for programs
-  fa3 plan --causal --png order.png --trace order.json   # what each SM does when
+  fa3 plan --causal --png order.png                      # what each SM does when
 """.lstrip("\n"),
     )
     add_option(
@@ -120,11 +112,7 @@ def add_plan(commands) -> None:
     add_option(plan, "--append", bool, "the call appends tokens to the cache")
     schedules = "run the forward kernel with this schedule: single, static, list, dynamic or split "
     add_option(plan, "--schedule", str, f"{schedules}(default: the planner chooses)")
-    record = "also run the plan on the Hopper GPU of this machine, and show what each SM did when"
-    add_option(plan, "--record", bool, record)
-    add_option(plan, "--json", bool, "print the plan as JSON")
     add_option(plan, "--png", Path, "draw what each SM does when")
-    add_option(plan, "--trace", Path, "write the same as JSON for ui.perfetto.dev")
 
 
 def add_compile(commands) -> None:

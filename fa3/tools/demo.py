@@ -32,7 +32,7 @@ def show_demo(options: argparse.Namespace) -> None:
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if on_hopper else H200
     plan = plan_forward(LLAMA_PREFILL, gpu)
-    paragraph(f"Plan of a Llama 3 8B prefill for {gpu.name}", str(plan.explain()))
+    paragraph(f"Plan of a Llama 3 8B prefill for {gpu.name}", plan.explain())
     if on_hopper:
         paragraph("Is it right?", compare(LLAMA_PREFILL, "cuda"))
         paragraph("How fast is it?", time_with_cudnn())
@@ -41,7 +41,7 @@ def show_demo(options: argparse.Namespace) -> None:
         paragraph("Is it right?", compare(SMALL, "cpu"))
     picture = f"{options.png.resolve()}: one row for each SM or cluster, one bar for each tile."
     try:
-        draw_tile_order(plan, plan.simulate(), options.png)
+        draw_tile_order(plan, options.png)
     except ModuleNotFoundError as error:
         picture = f"Not drawn: {error}"
     paragraph("Picture of the plan", picture)

@@ -1,16 +1,13 @@
-"""What `fa3 plan` does: plan a call, explain the plan, record it and draw it."""
+"""What `fa3 plan` does: plan a call, explain the plan, draw it."""
 
 import argparse
-import json
 from dataclasses import replace
-from typing import Any
 
 from fa3.calls.call import MOST_RAGGED_ROWS
-from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import PlanDescription, counted, duration, quantity
+from fa3.planning.explanation import counted, describe_plan, quantity
 from fa3.planning.gpu import Gpu, as_gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
@@ -29,13 +26,9 @@ from fa3.scores.masks import Band
 from fa3.tools.arguments import Shape
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.models import SHORT_DTYPES
-from fa3.tools.recording import device_here, record_timeline
 from fa3.tools.warmup import known_gpus
 
-GOES_WITH = {
-    "schedule": "dense", "record": "dense", "png": "dense", "trace": "dense",
-    "page_size": "cache", "append": "cache",
-}  # fmt: skip
+GOES_WITH = {"schedule": "dense", "png": "dense", "page_size": "cache", "append": "cache"}
 """Options that say something of one kind of calls only."""
 
 
@@ -45,54 +38,25 @@ def show_plan(options: argparse.Namespace) -> None:
         if getattr(options, name) and options.call != call:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} goes with --call {call}, got --call {options.call}")
-    if options.record and options.gpu:
-        raise ValueError("--record runs on the GPU of this machine, so it does not take --gpu")
-    if options.gpu:
-        gpu = as_gpu(options.gpu)
-    else:
-        gpu = gpu_of(device_here()) if options.record else known_gpus()[0]
+    gpu = as_gpu(options.gpu) if options.gpu else known_gpus()[0]
     problem = problem_of(options.shape, options)
-    plan, explanation = explained(options, problem, gpu)
-    facts, lines = dict(explanation.facts), [str(explanation)]
-    if options.call == "dense" and not options.schedule and is_tuned(problem, gpu):
-        facts["tuned"] = True
-        lines.append("Tuned    The fastest plan that `fa3 tune` measured on this GPU.")
-    if isinstance(plan, Plan):
-        add_timeline(options, plan, facts, lines)
-    elif options.record or options.png or options.trace:
-        raise ValueError(
-            "--record, --png and --trace show the forward kernel, but this call runs in another "
-            "one; with --schedule list a dense call runs in the forward kernel"
-        )
-    print(json.dumps(facts, indent=2) if options.json else "\n".join(lines))
-
-
-def add_timeline(
-    options: argparse.Namespace, plan: Plan, facts: dict[str, Any], lines: list[str]
-) -> None:
-    """Record a plan and draw what each SM does, as the options say, and add what came of it."""
-    recorded = None
-    if options.record:
-        recorded, time = record_timeline(plan), plan.predict()
-        facts["recorded"] = {"us": round(recorded.us, 3), "balance": round(recorded.balance, 4)}
-        steady, burst = (duration(us - time.launch_us) for us in (time.us, time.burst_us))
-        lines.append(
-            f"Recorded {duration(recorded.us)}, balance {recorded.balance:.1%}; {steady} were "
-            f"predicted under steady load and {burst} in a burst, all without the launch."
-        )
+    plan, text = explained(options, problem, gpu)
     if options.png:
-        draw_tile_order(plan, plan.simulate(), options.png, recorded)
-        facts["picture"] = str(options.png)
-        lines.append(f"Picture  {options.png}")
-    if options.trace:
-        options.trace.write_text(json.dumps(plan.trace(recorded)))
-        facts["trace"] = str(options.trace)
-        lines.append(f"Trace    {options.trace}")
+        if not isinstance(plan, Plan):
+            raise ValueError(
+                "--png shows the forward kernel, but this call runs in another one; with "
+                "--schedule list a dense call runs in the forward kernel"
+            )
+        draw_tile_order(plan, options.png)
+        text += f"\nPicture  {options.png}"
+    print(text)
+    if options.call == "dense" and not options.schedule and is_tuned(problem, gpu):
+        print("Tuned    The fastest plan that `fa3 tune` measured on this GPU.")
 
 
 def explained(
     options: argparse.Namespace, problem: Problem, gpu: Gpu
-) -> tuple[Plan | DecodePlan | None, PlanDescription]:
+) -> tuple[Plan | DecodePlan | None, str]:
     """How the call runs that the options name: the plan of a call without gradients, and what
     there is to say."""
     if problem.spec.is_fp8 and options.call in ("cache", "backward"):
@@ -139,7 +103,7 @@ BACKWARD_PRODUCTS = 2.5
 NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
 
 
-def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescription:
+def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> str:
     """Say how `flash_attn_varlen_func` attends to sequences that are all equally long.
 
     `problem` has the sequences as a dense call. Kernels have all bounds of the call's `window` that
@@ -165,11 +129,10 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
         "run other kernels.",
         "Time": NOT_PREDICTED,
     }
-    facts = {"route": sentence, "rule": route.reason}
-    return PlanDescription.of("packed", problem, gpu, kernels, sentences, facts)
+    return describe_plan(problem, gpu, kernels, sentences)
 
 
-def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
+def explain_backward(problem: Problem, gpu: Gpu) -> str:
     """How the gradients of a dense call are computed."""
     plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
     flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.kernels.entry
@@ -191,12 +154,5 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         f"{sums}and row statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,
     }
-    facts = {
-        "tile": [config.tile_m, config.tile_n],
-        "key_tiles": plan.num_key_tiles,
-        "query_tiles": plan.num_query_tiles,
-        "parts_of_key_tile": shares.parts,
-        "workspace_bytes": workspace,
-    }
     kernels = entry.preprocess, entry.main
-    return PlanDescription.of("backward", problem, gpu, kernels, sentences, facts, flops)
+    return describe_plan(problem, gpu, kernels, sentences, flops)

@@ -63,14 +63,6 @@ def hopper_device(device: torch.device | str = "cuda") -> torch.device:
     return device
 
 
-def device_here() -> torch.device:
-    """The current GPU of this machine; raises RuntimeError unless it is a Hopper GPU."""
-    try:
-        return hopper_device()
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-
-
 def check_recordable(problem: Problem) -> None:
     """Raise unless a kernel with nothing but q, k and v as its tensors runs the problem."""
     if problem.spec.modifier_types:

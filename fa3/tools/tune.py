@@ -20,7 +20,7 @@ from fa3.running.compiler import Kernel, is_on_disk
 from fa3.scores.masks import Band
 from fa3.tools.compile_pool import check_folder, compile_all
 from fa3.tools.plan_command import problem_of
-from fa3.tools.recording import device_here, random_operands
+from fa3.tools.recording import hopper_device, random_operands
 from fa3.tools.timing import time_in_turn
 
 AnyPlan = Plan | DecodePlan
@@ -38,7 +38,7 @@ measurements of one plan may differ by so much."""
 
 def tune_here(options: argparse.Namespace) -> None:
     """Tune shapes on the current GPU; takes the options of the command line."""
-    device = device_here()
+    device = hopper_device()
     gpu = gpu_of(device)
     if options.forget:
         forget_plans(gpu.name)
