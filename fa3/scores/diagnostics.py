@@ -5,22 +5,19 @@ the two. `explain`, for `fa3.running.compiler`, finds the method and the line. `
 `fa3.calls.modifiers`, says before every call, on the CPU too, what the source alone shows.
 """
 
-import ast
 import dataclasses
 import functools
 import inspect
 import linecache
 import re
-import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import cutlass
 from cutlass.base_dsl.common import DSLBaseError
 
-from fa3.primitives.coords import Position
 from fa3.problem import REMEMBERED, AttentionSpec
 
 PYTHON_MATH = re.compile(r"(?<![\w.])math\.(\w+)\(")  # a call of Python's module `math`
@@ -152,50 +149,6 @@ def check_class(kind: type, base: type, name: str) -> None:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
         raise method.error(error, [method.definition]) from error
-    for error, line in faults(kind, function, len(parameters)):
-        place = SourcePlace(method.file, line) if line else method.definition
-        raise method.error(error, [place]) from error
-
-
-def faults(
-    kind: type, function: Callable, num_given: int
-) -> Iterator[tuple[Exception, int | None]]:
-    """Yield what the source of a method shows to be wrong, and in which line.
-
-    That is an attribute that its object or the position does not have, or no result. Kernels call
-    it with `num_given` arguments; the position is the last one.
-    """
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, SyntaxError):
-        return
-    names = []
-    if isinstance(tree, ast.FunctionDef):
-        names = [one.arg for one in (*tree.args.posonlyargs, *tree.args.args)]
-    if len(names) < num_given:
-        return
-    nodes = list(ast.walk(tree))
-    known = {
-        names[0]: (kind, {*dir(kind), *(field.name for field in dataclasses.fields(kind))}),
-        names[num_given - 1]: (Position, set(dir(Position))),
-    }
-    if hasattr(kind, "__getattr__"):
-        del known[names[0]]
-    for node in nodes:
-        # A name that the method gives to something else as well says nothing.
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            known.pop(node.id, None)
-        elif isinstance(node, ast.arguments) and node is not tree.args:
-            for one in (*node.posonlyargs, *node.args, *node.kwonlyargs):
-                known.pop(one.arg, None)
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            owner, attributes = known.get(node.value.id, (None, ()))
-            if owner is not None and node.attr not in attributes:
-                cause = f"{owner.__name__!r} object has no attribute {node.attr!r}"
-                yield AttributeError(cause), function.__code__.co_firstlineno + node.lineno - 1
-    if not any(isinstance(node, ast.Return) and node.value for node in nodes):
-        yield TypeError("it returns nothing"), None
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
