@@ -184,15 +184,16 @@ HEAD_DIMS = (
 """Sizes (of q and k, of v) that `random_dense` draws."""
 
 
-def random_dense(
-    seed: int, structures: int = 2 * len(HEAD_DIMS), has_score: bool = True, longest: int = 2000
-) -> tuple[Problem, Recipe]:
+STRUCTURES = 2 * len(HEAD_DIMS)
+
+
+def random_dense(seed: int, longest: int = 2000) -> tuple[Problem, Recipe]:
     """Draw a problem without a cache, and modifiers: lengths of all sizes, equal or far apart.
 
     What changes the generated code is one of so many structures, since each takes seconds to
     compile. Of three, one has no modifiers; of five, one has functions of the user's.
     """
-    number = seed % structures
+    number = seed % STRUCTURES
     code, draw = random.Random(f"structure {number}"), random.Random(seed)
     head_dim, head_dim_v = HEAD_DIMS[number % len(HEAD_DIMS)]
 
@@ -211,7 +212,7 @@ def random_dense(
         code.choice((None, None, "float32", "q")),
     )
     if number % 5 == 0:
-        score = code.choice((None, "relative", "gate")) if has_score else None
+        score = code.choice((None, "relative", "gate"))
         mask = code.choice(("documents", "prefix", "span"))
         recipe = recipe._replace(score=score, mask=mask)
     problem = make_problem(

@@ -12,6 +12,7 @@ import torch
 from gpu_checks import used_counters
 from host_table import TableKind, records_of
 from machine_code import inspect
+from pairs import combine
 from score_problems import Recipe
 from varlen_problems import (
     LENGTHS_OF_GRAPHS,
@@ -235,10 +236,10 @@ class Step(NamedTuple):
     rows_of_section: int = 1 << 17
 
     @classmethod
-    def of(cls, queries: list[int], keys: list[int], **fields) -> "Step":
+    def of(cls, queries: list[int], keys: list[int], *rest, **fields) -> "Step":
         """A step with sequences of these lengths."""
         ends = [list(itertools.accumulate(one, initial=0)) for one in (queries, keys)]
-        return cls(ends, (sum(queries), sum(keys)), **fields)
+        return cls(ends, (sum(queries), sum(keys)), *rest, **fields)
 
     @property
     def capacity(self) -> int:
@@ -388,21 +389,20 @@ def test_all_parts_are_written_whatever_the_lengths_are(ends):
     step.check_parts(*tables_on_cpu(step))
 
 
-@pytest.mark.parametrize("ends", WRONG)
-def test_all_parts_are_written_on_a_gpu(ends, device):
-    step = Step((ends, ends), (300, 300), (4, 2))
-    step.check_parts(*tables_on_gpu(step, device))
+def test_all_parts_are_written_on_a_gpu(device):
+    for ends in WRONG:
+        step = Step((ends, ends), (300, 300), (4, 2))
+        step.check_parts(*tables_on_gpu(step, device))
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (32, 8)], ids=str)
-@pytest.mark.parametrize("rows_of_section", [1 << 17, 4000])
-@pytest.mark.parametrize("short", [0, 32])
 @pytest.mark.parametrize("window", [Window(right=0), Window(), Window(5000, 5)], ids=str)
-@pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths[0])}")
-def test_tables_are_those_of_the_host(lengths, window, short, rows_of_section, heads, device):
-    options = {"short": short, "rows_of_section": rows_of_section, "heads": heads}
-    step = Step.of(*lengths, window=window, **options)
-    step.check(*tables_on_gpu(step, device))
+def test_tables_are_those_of_the_host(window, device):
+    """One kernel for each window, and pairs of what it is launched with."""
+    for lengths, short, rows_of_section, heads in combine(
+        [batches(), (0, 32), (1 << 17, 4000), ((4, 2), (32, 8))]
+    ):
+        step = Step.of(*lengths, heads, window, short, rows_of_section)
+        step.check(*tables_on_gpu(step, device))
 
 
 # --------------------------------------------------------------------------------------- calls
@@ -445,10 +445,14 @@ def splitting(monkeypatch) -> list:
     return found
 
 
-@pytest.mark.parametrize("keys", ["packed", "cache", 16, 64], ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_results_are_those_of_dense_attention(name, keys, splitting, device):
+KEYS = "packed", "cache", 16, 64
+"""Where keys are: packed, in a cache, or in pages of so many."""
+
+
+def check_split(name: str, keys: str | int, splitting: list, device) -> None:
+    """Assert that a problem's tiles are split, and its results those of dense attention."""
     problem = PROBLEMS[name]
+    splitting.clear()
     call = given = make_call(problem, 0, device)
     is_split = keys != "packed" or name != "many"
     if keys == "cache":
@@ -466,6 +470,25 @@ def test_results_are_those_of_dense_attention(name, keys, splitting, device):
         assert torch.equal(again[~untouched], out[~untouched])
         assert torch.equal(again_lse[:, ~untouched], lse[:, ~untouched])
     assert not used_counters()
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_results_are_those_of_dense_attention(keys, splitting, device):
+    for name in ("chunk", "many", "mixed"):
+        check_split(name, keys, splitting, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        (name, keys)
+        for number, name in enumerate(list(PROBLEMS)[3:])
+        for keys in ("packed", KEYS[1 + number % 3])
+    ],
+)
+def test_other_kernels_give_dense_attention(name, keys, splitting, device):
+    """Each with packed keys, and with one kind of cache."""
+    check_split(name, keys, splitting, device)
 
 
 def test_neighbours_may_hold_anything(splitting, device):
@@ -494,19 +517,19 @@ def test_one_split_is_none(splitting, device):
     assert not splitting
 
 
-@pytest.mark.parametrize("ends", WRONG_ENDS)
-def test_wrong_lengths_touch_nothing_outside(ends, splitting, device):
+def test_wrong_lengths_touch_nothing_outside(splitting, device):
     call = make_call(VarlenProblem((100,) * 3, (2000,) * 3, group=4, causal=True), 0, device)
-    check_wrong_ends(call, ends, max_seqlen_k=6000)
+    for ends in WRONG_ENDS:
+        check_wrong_ends(call, ends, max_seqlen_k=6000)
     assert splitting
 
 
-@pytest.mark.parametrize("ends", WRONG_ENDS)
-@pytest.mark.parametrize("keys", [(2**31 - 1, -5, 5000), (0, 0, 0), (-(2**31), 1 << 20, 9)])
-def test_wrong_lengths_of_a_cache_touch_nothing_outside(ends, keys, splitting, device):
+def test_wrong_lengths_of_a_cache_touch_nothing_outside(splitting, device):
     problem = VarlenProblem((100,) * 3, (5000,) * 3, group=4, causal=True)
     call = on_cache(problem, make_call(problem, 0, device), 16)
-    check_wrong_ends(call, ends, cache_seqlens=integers(*keys, device=device))
+    wrong = (2**31 - 1, -5, 5000), (0, 0, 0), (-(2**31), 1 << 20, 9)
+    for ends, keys in itertools.product(WRONG_ENDS, wrong):
+        check_wrong_ends(dict(call), ends, cache_seqlens=integers(*keys, device=device))
     assert splitting
 
 
