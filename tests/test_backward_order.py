@@ -3,12 +3,13 @@
 Also where several CTAs share a key tile.
 """
 
-import random
+import itertools
 
 import pytest
 import torch
 from gpu_checks import captured
 from gradients import check_gradients, check_varlen_gradients
+from pairs import pairs
 from problems import make_operands, make_problem, poisoned_allocations
 from varlen_problems import VarlenProblem, make_call
 
@@ -19,7 +20,6 @@ from fa3.planning.key_split import KeyShares, Waves
 from fa3.problem import Window
 
 CAUSAL = Window(right=0)
-WINDOWS = (Window(), CAUSAL, Window(300, 0), Window(40, 20), Window(left=70))
 
 FORCED = (
     *((1, 1, KeyShares(1, n)) for n in (2, 3, 8)),
@@ -45,39 +45,47 @@ def force(monkeypatch):
     backward.prepare_backward.cache_clear()
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
-@pytest.mark.parametrize("forced", FORCED, ids=str)
-def test_dense(forced, head_dims, force, device):
-    heads_kv, group, shares = forced
-    force(shares)
-    for seed, window in enumerate(WINDOWS):
-        lengths = random.Random(seed).choice([(700, 700), (130, 1000), (900, 300), (1, 200)])
-        problem = make_problem(
-            2, *lengths, heads_kv, group, head_dims[0], window, head_dim_v=head_dims[1]
-        )
-        q, k, v = make_operands(problem, seed, device)
-        check_gradients(q, k, v, window, (True, False), seed)
+LENGTHS = (700, 700), (130, 1000), (900, 300), (1, 200)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "window"),
+    [
+        *(((64, 64), CAUSAL), ((128, 128), CAUSAL), ((256, 256), CAUSAL), ((72, 40), CAUSAL)),
+        *(((64, 64), Window(300, 0)), ((128, 128), Window()), ((192, 128), CAUSAL)),
+        *(((256, 256), Window(40, 20)), ((192, 128), Window(left=70))),
+    ],
+    ids=str,
+)
+def test_dense(head_dims, window, force, device):
+    """One kernel shares key tiles in all ways."""
+    for seed, (heads_kv, group, shares) in enumerate(FORCED):
+        force(shares)
+        for lengths in (LENGTHS[seed % 4], LENGTHS[(seed + 1) % 4]):
+            problem = make_problem(
+                2, *lengths, heads_kv, group, head_dims[0], window, head_dim_v=head_dims[1]
+            )
+            q, k, v = make_operands(problem, seed, device)
+            check_gradients(q, k, v, window, (True, False), seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("forced", FORCED, ids=str)
-def test_packed(forced, head_dim, force, device):
-    heads_kv, group, shares = forced
-    force(shares)
-    for seed, lengths in enumerate(([300, 0, 5, 129, 128, 1000], [17], [700, 1])):
-        sizes = {"heads_kv": heads_kv, "group": group, "head_dim": head_dim}
-        sizes |= {"head_dim_v": head_dim, "causal": seed != 1}
-        problem = VarlenProblem(tuple(lengths), tuple(lengths), **sizes)
-        check_varlen_gradients(problem, make_call(problem, seed, device), (True, False), seed)
+def test_packed(head_dim, force, device):
+    for heads_kv, group, shares in FORCED:
+        force(shares)
+        for seed, lengths in enumerate(((300, 0, 5, 129, 128, 1000), (17,), (700, 1))):
+            sizes = {"heads_kv": heads_kv, "group": group, "head_dim": head_dim}
+            problem = VarlenProblem(lengths, lengths, **sizes, causal=seed != 1)
+            check_varlen_gradients(problem, make_call(problem, seed, device), (True, False), seed)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("heads_q", "heads_kv", "seqlen", "head_dim"),
-    [(8, 1, 2000, 128), (16, 1, 1500, 64), (8, 2, 1000, 256), (64, 8, 1024, 128)],
+@pairs(
+    sizes=[(8, 1, 2000, 128), (16, 1, 1500, 64), (8, 2, 1000, 256), (64, 8, 1024, 128)],
+    deterministic=[False, True],
 )
-def test_the_same_bits_every_time(heads_q, heads_kv, seqlen, head_dim, deterministic, device):
+def test_the_same_bits_every_time(sizes, deterministic, device):
     """The planner splits these. dK and dV have the same bits always, dQ if asked for."""
+    heads_q, heads_kv, seqlen, head_dim = sizes
     problem = make_problem(1, seqlen, seqlen, heads_kv, heads_q // heads_kv, head_dim, CAUSAL)
     assert planning.BackwardPlan.of(problem).shares.parts > 1
     operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
@@ -240,7 +248,7 @@ def test_deterministic_gradients_have_the_same_bits_every_time(problem, device):
         assert all(map(torch.equal, again, first))
 
 
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(40, 20), Window(left=70)])
+@pytest.mark.parametrize("window", [Window(), Window(40, 20), Window(left=70)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients(head_dim, window, device):
     problem = make_problem(2, 500, 700, 2, 2, head_dim, window)
@@ -249,13 +257,16 @@ def test_deterministic_gradients(head_dim, window, device):
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("heads", [(1, 8), (8, 2)], ids=str)
-@pytest.mark.parametrize("lengths", [(700, 700), (300, 900), (1000, 500), (1, 600)], ids=str)
-def test_head_groups_alternate_in_a_fixed_order(lengths, heads, head_dim, device, monkeypatch):
+def test_head_groups_alternate_in_a_fixed_order(head_dim, device, monkeypatch):
     """In groups of a few heads: also where rows or keys are hidden."""
     monkeypatch.setattr(Waves, "heads_per_group", lambda self, heads, tiles: -(-heads // 5))
     backward.prepare_backward.cache_clear()
-    for seed, window in enumerate((CAUSAL, Window(right=37))):
+    for seed, (lengths, heads, window) in enumerate(
+        itertools.product(
+            ((700, 700), (300, 900), (1000, 500), (1, 600)), ((1, 8), (8, 2)),
+            (CAUSAL, Window(right=37)),
+        )
+    ):  # fmt: skip
         problem = make_problem(2, *lengths, *heads, head_dim, window)
         plan = planning.BackwardPlan.of(problem, is_ordered=True)
         assert plan.alternates == 1 and plan.num_head_groups > 2

@@ -1,5 +1,6 @@
 """A softmax with a fixed reference: which calls take it, and what comes of it on a Hopper GPU."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -179,8 +180,13 @@ def test_ordinary_scores(head_dim, window, device):
     assert not used_counters()
 
 
-@pytest.mark.parametrize(("schedule", "cluster"), WAYS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "schedule", "cluster"),
+    [
+        *((128, *way) for way in WAYS),
+        *((size, *WAYS[number]) for size in (64, 256) for number in (1, 4, 5)),
+    ],
+)
 def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
     head_dim, schedule, cluster, device
 ):
@@ -205,39 +211,32 @@ def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
         assert not used_counters()
 
 
-@pytest.mark.parametrize("seqlen_k", [255, 256, 257, 4095])
-def test_keys_that_are_not_there_are_no_guess(seqlen_k, device):
+def test_keys_that_are_not_there_are_no_guess(device):
     """All logits are near -60; the zeros behind the last key would have logits of 0."""
-    problem = make_problem(1, 300, seqlen_k, 1, 2, 128)
-    q, k, v = make_operands(problem, device=device)
-    q, k = q.abs() + 1, k * 0.05 - 60 / (2**0.5 * 128**0.5 * 1.3)
-    plan = plan_of(problem)
-    assert not marked(plan, q, k, v)
-    out, lse = attend(q, k, v, Window(), plan=plan)
-    assert lse.max() < -20
-    check_attention(out, lse, q, k, v, lse_tolerance=1e-3)
+    for seqlen_k in (255, 256, 257, 4095):
+        problem = make_problem(1, 300, seqlen_k, 1, 2, 128)
+        q, k, v = make_operands(problem, device=device)
+        q, k = q.abs() + 1, k * 0.05 - 60 / (2**0.5 * 128**0.5 * 1.3)
+        plan = plan_of(problem)
+        assert not marked(plan, q, k, v)
+        out, lse = attend(q, k, v, Window(), plan=plan)
+        assert lse.max() < -20
+        check_attention(out, lse, q, k, v, lse_tolerance=1e-3)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 63, 127, 128, 300])
 @pytest.mark.parametrize(("head_dim", "cluster"), [(64, {}), (128, {}), (128, {"cluster_m": 2})])
-def test_rows_that_see_nothing_of_their_tiles_first_block(head_dim, cluster, offset, device):
-    problem = make_problem(1, 700, 700 + offset, 1, 2, head_dim, CAUSAL)
-    q, k, v = make_operands(problem, device=device)
-    plan = plan_of(problem, **cluster)
-    assert not marked(plan, q, k, v)
-    out, lse = attend(q, k, v, CAUSAL, plan=plan)
-    check_attention(out, lse, q, k, v, window=CAUSAL)
+def test_rows_that_see_nothing_of_their_tiles_first_block(head_dim, cluster, device):
+    for offset in (0, 1, 63, 127, 128, 300):
+        problem = make_problem(1, 700, 700 + offset, 1, 2, head_dim, CAUSAL)
+        q, k, v = make_operands(problem, device=device)
+        plan = plan_of(problem, **cluster)
+        assert not marked(plan, q, k, v)
+        out, lse = attend(q, k, v, CAUSAL, plan=plan)
+        check_attention(out, lse, q, k, v, window=CAUSAL)
 
 
-@pairs(
-    change=(1.0, 30.0, 3000.0, float("nan")),
-    fixed=(True, False),
-    head_dim=(64, 128),
-    alibi=(False, True),
-)
-def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
-    fixed, head_dim, change, alibi, device
-):
+@pairs(fixed=(True, False), head_dim=(64, 128), alibi=(False, True))
+def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(fixed, head_dim, alibi, device):
     problem = make_problem(1, 1024, 1024, 2, 2, head_dim, CAUSAL)
     modifiers = {"alibi_slopes": torch.rand(4, device=device)} if alibi else {}
     if alibi:
@@ -247,7 +246,7 @@ def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
     plan = plan_of(problem, fixed=fixed)
     out, lse = attend(q, k, v, CAUSAL, plan=plan, **modifiers)
     generator = torch.Generator(device).manual_seed(1)
-    for first in (601, 1000):
+    for first, change in itertools.product((601, 1000), (1.0, 30.0, 3000.0, float("nan"))):
         other = k.clone()
         noise = torch.randn(k[:, first:].shape, device=device, generator=generator)
         other[:, first:] = (noise * change).to(k.dtype)
@@ -257,12 +256,14 @@ def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
         assert not torch.equal(out[:, first:], changed[:, first:])
 
 
-@pairs(
-    power=(-110, -90, 30, 60, 100, 120),
-    logits=(-40.0, 0.0, 46.0),
-    softcap=(0.0, 60.0),
-)
-def test_values_of_any_size(power, logits, softcap, device, always_fixed):
+@pytest.mark.parametrize("softcap", [0.0, 60.0])
+def test_values_of_any_size(softcap, device, always_fixed):
+    for power, logits in itertools.product((-110, -90, 30, 60, 100, 120), (-40.0, 0.0, 46.0)):
+        check_values(power, logits, softcap, device)
+
+
+def check_values(power: int, logits: float, softcap: float, device) -> None:
+    """Assert that values times a power of two give a result times that power."""
     problem = make_problem(1, 300, 700, 1, 2, 128)
     q, k, v = make_operands(problem, device=device)
     # Scores of about 0 in the last block, and of `logits` before.
@@ -280,13 +281,15 @@ def test_values_of_any_size(power, logits, softcap, device, always_fixed):
     assert not used_counters()
 
 
-@pairs(
-    count=(1, 128, 256, 300),
-    window=(Window(), CAUSAL, Window(600, -1)),
-    fixed=(True, False),
-)
-def test_visible_scores_of_minus_infinity(fixed, window, count, device):
+@pairs(window=(Window(), CAUSAL, Window(600, -1)), fixed=(True, False))
+def test_visible_scores_of_minus_infinity(fixed, window, device):
     """The last keys are as good as hidden, also where they are all of a row's first blocks."""
+    for count in (1, 128, 256, 300):
+        check_hidden(count, fixed, window, device)
+
+
+def check_hidden(count: int, fixed: bool, window: Window, device) -> None:
+    """Assert that so many last keys with scores of -inf weigh nothing."""
     problem = make_problem(1, 640, 640, 1, 2, 128, window)
     q, k, v = make_operands(problem, device=device)
     q[..., 0] = 1
@@ -306,39 +309,39 @@ def test_visible_scores_of_minus_infinity(fixed, window, count, device):
     assert not used_counters()
 
 
-@pytest.mark.parametrize("high", [0.0, -300.0, 300.0])
 @pytest.mark.parametrize("window", [Window(), CAUSAL, Window(200, 0)])
-def test_keys_without_a_guess(window, high, device):
+def test_keys_without_a_guess(window, device):
     """Those that it is taken from have scores of -inf, in every block; others see to the row."""
     problem = make_problem(1, 384, 640, 1, 2, 128, window)
-    q, k, v = make_operands(problem, device=device)
-    q, k = q.abs() + 1, k * 0.05 + high / (1.8 * 128**0.5)
-    q[..., 0], k[..., 0] = 1, 0
-    k[:, torch.arange(640) % 128 < 32, :, 0] = -torch.inf
-    expected = attend(q, k, v, window, plan=plan_of(problem, fixed=False))
-    out, lse = attend(q, k, v, window, plan=plan_of(problem))
-    assert out.isfinite().all() and lse.isfinite().all()
-    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-3)
-    assert not used_counters()
+    for high in (0.0, -300.0, 300.0):
+        q, k, v = make_operands(problem, device=device)
+        q, k = q.abs() + 1, k * 0.05 + high / (1.8 * 128**0.5)
+        q[..., 0], k[..., 0] = 1, 0
+        k[:, torch.arange(640) % 128 < 32, :, 0] = -torch.inf
+        expected = attend(q, k, v, window, plan=plan_of(problem, fixed=False))
+        out, lse = attend(q, k, v, window, plan=plan_of(problem))
+        assert out.isfinite().all() and lse.isfinite().all()
+        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-3)
+        assert not used_counters()
 
 
 @pairs(
-    seqlen_q=(1, 60, 64, 65, 200, 577),
     window=(Window(), CAUSAL, Window(70, -1), Window(100, 10)),
     tiling=((64, {}), (128, {"cluster_m": 2}), (256, {})),
     fixed=(True, False),
 )
-def test_warpgroups_without_a_block_in_common(seqlen_q, window, tiling, fixed, device):
+def test_warpgroups_without_a_block_in_common(window, tiling, fixed, device):
     """Some skip blocks at the begin or at the end, some lie past the last query."""
     head_dim, cluster = tiling
-    window = window.tighten(seqlen_q, seqlen_q + 190)
-    problem = make_problem(2, seqlen_q, seqlen_q + 190, 1, 2, head_dim, window)
-    q, k, v = make_operands(problem, device=device)
-    for schedule in ("list", "split"):
-        plan = plan_of(problem, schedule, fixed, **cluster)
-        out, lse = attend(q, k, v, window, plan=plan)
-        check_attention(out, lse, q, k, v, window=window)
+    for seqlen_q in (1, 60, 64, 65, 200, 577):
+        tight = window.tighten(seqlen_q, seqlen_q + 190)
+        problem = make_problem(2, seqlen_q, seqlen_q + 190, 1, 2, head_dim, tight)
+        q, k, v = make_operands(problem, device=device)
+        for schedule in ("list", "split"):
+            plan = plan_of(problem, schedule, fixed, **cluster)
+            out, lse = attend(q, k, v, tight, plan=plan)
+            check_attention(out, lse, q, k, v, window=tight)
 
 
 def test_values_as_large_as_the_sum_of_all_keys_allows(device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_gpu import noting_launches
 from machine_code import check_ptxas_log, inspect
+from pairs import pairs
 from problems import poisoned_allocations
 from reference import dense
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,13 +52,11 @@ def made_of(q, k, v, *ends, **options) -> fa3.calls.quantize.Quantized:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rounds_with_the_largest_magnitude(dtype, heads, where):
+def test_rounds_with_the_largest_magnitude(dtype, heads):
     shapes = (2, 150, 6, heads[0]), (2, 333, 2, heads[0]), (2, 333, 2, heads[1])
-    tensors = [drawn(*x, seed=i, dtype=dtype, where=where) for i, x in enumerate(shapes)]
+    tensors = [drawn(*x, seed=i, dtype=dtype) for i, x in enumerate(shapes)]
     made = made_of(*tensors)
     for tensor, codes, scale in zip(tensors, made[:3], made[3:], strict=True):
-        # Compared on the CPU: on a GPU torch divides by a number by multiplying by its inverse.
-        tensor, codes, scale = tensor.cpu(), codes.cpu(), scale.cpu()
         by_head = tensor.float().unflatten(2, (2, -1))
         assert torch.equal(scale, by_head.abs().amax((1, 3, 4)) / MOST)
         scaled = by_head * (1 / scale)[:, None, :, None, None]
@@ -75,9 +74,14 @@ def test_rotation_keeps_products(columns):
     assert (rotated(one).abs() == (torch.arange(columns) < mixed_columns(columns))).all()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("head_dim", [96, 128])
-def test_attention_is_the_same(options, head_dim, where):
+def test_attention_is_the_same(head_dim, where):
+    for options in OPTIONS:
+        check_attention(options, head_dim, where)
+
+
+def check_attention(options: dict, head_dim: int, where) -> None:
+    """Assert that attention in FP8 is near to attention in float64."""
     shapes = (2, 300, 4, head_dim), (2, 300, 2, head_dim), (2, 300, 2, 64)
     q, k, v = (drawn(*x, seed=i, where=where, factor=1.0) for i, x in enumerate(shapes))
     k += drawn(1, 1, 2, head_dim, seed=7, where=where, factor=1.0)
@@ -91,8 +95,13 @@ def test_attention_is_the_same(options, head_dim, where):
     assert (lse - right_lse).pow(2).mean().sqrt() <= 0.2
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_packed_sequences_are_as_one_by_one(options, where):
+def test_packed_sequences_are_as_one_by_one(where):
+    for options in OPTIONS:
+        check_packed(options, where)
+
+
+def check_packed(options: dict, where) -> None:
+    """Assert that packed sequences get the codes and scales that they get alone."""
     lengths = [5, 300, 0, 129, 1]
     ends = torch.tensor([0, *lengths]).cumsum(0).int().to(where)
     q, k, v = (drawn(440, h, 64, seed=i, where=where) for i, h in enumerate((4, 2, 2)))
@@ -191,19 +200,16 @@ ERRORS = {
 """Data -> the options that suit it, and the largest root mean square error with 512 keys."""
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-def test_errors_on_hard_data(kind, where):
-    q, k, v = (x.to(where) for x in on_hard_data(kind))
-    right, _ = dense(*(x.double() for x in (q, k, v)), 128**-0.5, Window())
-    options, most = ERRORS[kind]
-    errors = [
-        (fa3.flash_attn_func(**made_of(q, k, v, **way)._asdict()) - right).pow(2).mean().sqrt()
-        for way in ({}, options)
-    ]
-    assert errors[1] <= most
-    if options:
-        # They help.
-        assert errors[1] < 0.75 * errors[0]
+def test_errors_on_hard_data(where):
+    for kind, (options, most) in ERRORS.items():
+        q, k, v = (x.to(where) for x in on_hard_data(kind))
+        right, _ = dense(*(x.double() for x in (q, k, v)), 128**-0.5, Window())
+        errors = [
+            (fa3.flash_attn_func(**made_of(q, k, v, **way)._asdict()) - right).pow(2).mean().sqrt()
+            for way in ({}, options)
+        ]
+        # Options help, if there are any.
+        assert errors[1] <= most and (not options or errors[1] < 0.75 * errors[0]), kind
 
 
 def test_needles_are_found(where):
@@ -229,12 +235,16 @@ def test_needles_are_found(where):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("seqlen", [1, 63, 2000])
-def test_gpu_as_cpu(options, heads, seqlen):
+@pairs(options=OPTIONS, heads=HEADS, dtype=(torch.bfloat16, torch.float16))
+def test_gpu_as_cpu(options, heads, dtype):
+    for seqlen in (1, 63, 2000):
+        check_gpu(options, heads, dtype, seqlen)
+
+
+def check_gpu(options: dict, heads: tuple[int, int], dtype: torch.dtype, seqlen: int) -> None:
+    """Assert that codes and scales have the bits that they have on the CPU."""
     shapes = (3, seqlen, 12, heads[0]), (3, 2 * seqlen, 4, heads[0]), (3, 2 * seqlen, 4, heads[1])
-    tensors = [drawn(*x, seed=i) for i, x in enumerate(shapes)]
+    tensors = [drawn(*x, seed=i, dtype=dtype) for i, x in enumerate(shapes)]
     right, made = made_of(*tensors, **options), made_of(*(x.cuda() for x in tensors), **options)
     again = made_of(*(x.cuda() for x in tensors), **options)
     for i in range(3):
