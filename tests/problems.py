@@ -10,7 +10,7 @@ from reference import NO_WINDOW
 import fa3
 from fa3.planning.plan import Plan
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
-from fa3.reference.forward import execute
+from fa3.reference.steps import execute
 from fa3.scores.masks import Band
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

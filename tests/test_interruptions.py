@@ -37,8 +37,8 @@ from fa3.planning.routes import (
 )
 from fa3.planning.tilings import choose_config
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.reference.cache import NO_TABLES
-from fa3.reference.varlen import RaggedOperands
+from fa3.reference.steps import NO_TABLES
+from fa3.reference.walker import RaggedOperands
 from fa3.running import counters, graphs
 from fa3.running.counters import StreamCounters
 from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles

@@ -42,7 +42,7 @@ from fa3.planning.routes import (
 )
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
-from fa3.reference.cache import HostAppend
+from fa3.reference.append import HostAppend
 from fa3.running.compiler import key_of
 from fa3.scores.masks import Band
 from fa3.tools import warmup

@@ -29,7 +29,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
-from fa3.reference.forward import steps
+from fa3.reference.steps import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 
 CAUSAL = Window(right=0)

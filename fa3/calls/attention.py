@@ -79,9 +79,9 @@ from fa3.complaints import kind_of
 from fa3.planning.routes import PackedSizes
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import RaggedOperands
+from fa3.reference.steps import NO_TABLES
+from fa3.reference.walker import RaggedOperands
 from fa3.settings import check_settings
 
 MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k

@@ -35,7 +35,7 @@ from fa3.reference.backward import (
     gradient_of_sinks,
 )
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import PackedLengths
+from fa3.reference.walker import PackedLengths
 
 
 class PreparedBackward(NamedTuple):

@@ -19,12 +19,12 @@ from fa3.planning.decode import DecodePlan, Sizes, check_workspace
 from fa3.planning.gpu import H200
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import Problem
-from fa3.reference.cache import execute_decode
-from fa3.reference.varlen import RaggedOperands
+from fa3.reference.steps import execute_decode
+from fa3.reference.walker import RaggedOperands
 
 
 def values_of_decode(
-    # See `fa3.reference.cache.execute_decode`; with packed queries, those sequences that the plan
+    # See `fa3.reference.steps.execute_decode`; with packed queries, those sequences that the plan
     # has room for.
     operands: RaggedOperands,
     tables: CacheTables,  # where sequences are in the cache

@@ -29,8 +29,8 @@ from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
 from fa3.reference.dropout import Dropout
-from fa3.reference.forward import execute
-from fa3.reference.varlen import RaggedOperands
+from fa3.reference.steps import execute
+from fa3.reference.walker import RaggedOperands
 from fa3.running.graphs import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -123,7 +123,7 @@ def flash_attn_func(
     Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
     may share one key/value head (GQA, MQA): query head h uses key/value head
     h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
-    through `fa3.reference.forward`. q, k, v and sinks may require grad: out and the log-sum-exp are
+    through `fa3.reference.steps`. q, k, v and sinks may require grad: out and the log-sum-exp are
     then differentiable by them, once.
 
     Args:

@@ -26,7 +26,7 @@ from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, REMEMBERED
-from fa3.reference.cache import HostAppend
+from fa3.reference.append import HostAppend
 from fa3.running.compiler import load_kernel
 
 

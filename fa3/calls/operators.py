@@ -84,7 +84,7 @@ from fa3.calls.user_functions import flatten_function, unflatten_function
 from fa3.calls.values import check_lengths
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
-from fa3.reference.varlen import PackedLengths
+from fa3.reference.walker import PackedLengths
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 

@@ -46,9 +46,9 @@ from fa3.planning.routes import (
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import REMEMBERED
-from fa3.reference.cache import NO_TABLES, execute_decode
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import RaggedOperands, execute_varlen
+from fa3.reference.steps import NO_TABLES, execute_decode, execute_packed
+from fa3.reference.walker import RaggedOperands
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
@@ -131,7 +131,7 @@ class PackedCall:
             most_keys = most_keys or plan.sizes.capacity
             execute_decode(plan, operands, most_keys, scale, tensors, tables, 0, descales)
         if route.has_forward or route.name == SHARED:
-            execute_varlen(signature, operands, scale, tensors, dropout, most, pages, descales)
+            execute_packed(signature, operands, scale, tensors, dropout, most, pages, descales)
 
     def make_tiles(
         self, values: dict[str, Any], sizes: PackedSizes, route: Route, prepared: Prepared

@@ -23,7 +23,7 @@ from fa3.calls.call import (
 )
 from fa3.calls.options import PACKED, integer
 from fa3.primitives.arithmetic import LARGEST
-from fa3.reference.varlen import used_rows
+from fa3.reference.walker import used_rows
 
 COUNT = "0 or more"
 IN_CACHE_ROW = "from 0 to {}, what the cache holds of a sequence"

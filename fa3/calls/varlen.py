@@ -76,7 +76,7 @@ def flash_attn_varlen_func(
     out and the log-sum-exp are differentiable by q, k, v and sinks, as in `flash_attn_func`. Rows
     that are not used get 0, and their incoming gradients are not read.
 
-    CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
+    CPU tensors run through `fa3.reference.steps`; lengths are checked before anything is written.
     On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
     imported. Then every call waits for the GPU, and none can be captured in a CUDA graph. Once the
     kernels of a call exist, no length causes a compilation. Whatever lengths are, nothing outside

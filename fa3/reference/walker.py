@@ -1,15 +1,16 @@
 """The walker: attention and its gradients on the CPU, segment by segment in torch.
 
-`fa3.reference.forward` and `cache` turn the segments of a plan into steps: rows that
-attend to key blocks. `Walker.run` computes them as a kernel does, with online softmax in base 2 and
-fp32 sums, and merges the parts of tiles. `fa3.reference.backward` lets query blocks pass key tiles.
-Both passes compute a block's scores in `Walker.logits`, and both round P to the input dtype.
+`fa3.reference.steps` turns the segments of a plan into steps: rows that attend to key blocks.
+`Walker.run` computes them as a kernel does, with online softmax in base 2 and fp32 sums, and merges
+the parts of tiles. `fa3.reference.backward` lets query blocks pass key tiles. Both passes compute a
+block's scores in `Walker.logits`, and both round P to the input dtype.
 
 Scores and masks are called by their torch halves. A user's method may raise anything, or return
 what no kernel would get; the error names the argument of the call, the class and the method. On a
 GPU `fa3.scores.diagnostics` does the same.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -134,6 +135,62 @@ class SequenceRows(NamedTuple):
         return Keys(self.entry_k, head, self.k.start, self.first_key, len(self.k) - 1)
 
 
+class PackedLengths(NamedTuple):
+    """Which rows belong to which sequence."""
+
+    # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end. Without
+    # cu_seqlens_k, sequences have their keys in a cache.
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
+    # seqused_q, seqused_k: (batch,) int32, rows of each sequence that count; all if None.
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+    def sequences(self) -> list[SequenceRows]:
+        """Where the rows of each sequence are that count. The tensors are on the CPU."""
+        used_q, used_k = (None if x is None else x.tolist() for x in self[2:])
+        queries = used_rows(self.cu_seqlens_q.tolist(), used_q)
+        if self.cu_seqlens_k is None:
+            caches = enumerate(zip(queries, map(range, used_k or ()), strict=True))
+            return [SequenceRows(i, *rows, entry_k=i) for i, rows in caches]
+        keys = used_rows(self.cu_seqlens_k.tolist(), used_k)
+        return list(map(SequenceRows, itertools.count(), queries, keys))
+
+
+class RaggedOperands(NamedTuple):
+    """The tensors of one call, on one device and already validated."""
+
+    q: torch.Tensor  # (total_q, heads_q, head_dim), bfloat16 or float16
+    # (total_k, heads_kv, head_dim), dtype of q; or a cache (batch, tokens, ...), which may have
+    # pages.
+    k: torch.Tensor
+    v: torch.Tensor  # like k with head_dim_v
+    out: torch.Tensor  # (total_q, heads_q, head_dim_v), receives the output
+    lse: torch.Tensor | None  # (heads_q, total_q) float32, receives the log-sum-exp, or None
+    # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of `PackedLengths`.
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+
+    @property
+    def lengths(self) -> PackedLengths:
+        return PackedLengths(*self[5:])
+
+
+def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
+    """Return the rows of each sequence that count, from cumulated lengths; all if None."""
+    rows = list(itertools.starmap(range, itertools.pairwise(ends)))
+    if used is None:
+        return rows
+    return [one[: max(0, count)] for one, count in zip(rows, used, strict=True)]
+
+
 class Step(NamedTuple):
     """What a CTA does of a tile at once."""
 
@@ -168,6 +225,7 @@ class Walker:
         # What keys, values and, if they are FP8, queries of a cache in FP8 are multiplied by, each
         # (sequences, heads_kv).
         descales: tuple[torch.Tensor, ...] | None = None,
+        rounded_to: torch.dtype | None = None,  # of P; the dtype of q if None
     ):
         """Bind scores, mask and sinks to their tensors."""
         self.q, self.k, self.v, self.out, self.lse = batched(operands)
@@ -175,12 +233,8 @@ class Walker:
         self.scores, self.mask, self.sinks = bind(spec, tensors)
         self.function = getattr(self.mask, "function", None)
         self.softmax_scale, self.dropout, self.page_table = softmax_scale, dropout, page_table
-        self.descales = descales
-        # Blocks of an FP8 cache are multiplied in fp16.
-        self.rounded_to = self.q.dtype if descales is None else torch.float16
-        self.slack = SLACK
-        if spec.is_fp8:
-            self.rounded_to, self.slack = self.q.dtype, 0.0
+        self.descales, self.rounded_to = descales, rounded_to or self.q.dtype
+        self.slack = 0.0 if spec.is_fp8 else SLACK
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
     @torch.autocast("cpu", enabled=False)
