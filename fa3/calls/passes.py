@@ -371,11 +371,7 @@ def _flash_attn_backward(
 
 
 def check_beside(q: torch.Tensor, tensors: Mapping[str, Any]) -> None:
-    """Raise unless these are tensors where q is.
-
-    Args:
-        q: checked.
-    """
+    """Raise unless these are tensors where q is, which is checked."""
     operand = describe("q", q)
     for name, tensor in tensors.items():
         check_device(name, describe(name, tensor, 1), "q", operand)
