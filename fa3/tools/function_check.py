@@ -36,11 +36,9 @@ from fa3.scores.masks import Mask, Rows, as_integer
 from fa3.scores.scores import Score, bind
 from fa3.scores.templates import Template, tensors_of
 
-MOST_POSITIONS = 1 << 22
-"""Positions that are compared, at most, unless that would leave a head of a sequence fewer than
-four. They take about two seconds."""
+MOST_POSITIONS = 1 << 22  # of a call; they take about two seconds
 
-ROWS_OF_TILE = 8  # sampled queries whose ranges a mask is asked for together
+ROWS_OF_TILE = 8  # queries whose ranges a mask is asked for together
 
 TOLERANCE = 1e-3
 """How far a score's logit may be from the reference's, relative to 1 or the logit's magnitude."""
@@ -48,31 +46,24 @@ TOLERANCE = 1e-3
 PATIENCE = 60  # seconds that the method may take on the host
 
 
-class Samples(NamedTuple):
-    """Where the two versions are compared: in every sequence and head of a call."""
+class Positions(NamedTuple):
+    """All positions of a call, where the two versions are compared."""
 
-    sizes: tuple[int, int, int, int]  # batch, heads, seqlen_q and seqlen_k of the call
-    # queries, keys: the places that are compared, as tensors.
-    queries: torch.Tensor
-    keys: torch.Tensor
-    places: torch.Tensor  # (4, n), int32: all positions in this grid, batch first
+    sizes: tuple[int, ...]  # batch, heads, seqlen_q and seqlen_k
+    places: torch.Tensor  # (4, n), int32: the positions, batch first
     logits: torch.Tensor  # (n,), float32, drawn
 
     @classmethod
-    def of(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> "Samples":
-        """Take the first and last query and key, and as many as `MOST_POSITIONS` allows."""
-        most = max(4, MOST_POSITIONS // (batch * heads))
-        # A short side leaves the other one more positions.
-        num_q = min(seqlen_q, max(math.isqrt(most), most // seqlen_k))
-        queries, keys = (
-            torch.linspace(0, length - 1, number, dtype=torch.float64).round().long()
-            for length, number in ((seqlen_q, num_q), (seqlen_k, min(seqlen_k, most // num_q)))
-        )
-        axes = torch.arange(batch), torch.arange(heads), queries, keys
-        places = torch.cartesian_prod(*(axis.int() for axis in axes)).T.contiguous()
+    def of(cls, *sizes: int) -> "Positions":
+        """Draw a logit for each position; ValueError if there are too many."""
+        if math.prod(sizes) > MOST_POSITIONS:
+            raise ValueError(
+                "batch, heads, seqlen_q and seqlen_k must have a product of at most "
+                f"{MOST_POSITIONS}, got {sizes}: check smaller sizes"
+            )
+        places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.int32) for size in sizes))
         generator = torch.Generator().manual_seed(0)
-        logits = 4 * torch.randn(places.shape[1], generator=generator)
-        return cls((batch, heads, seqlen_q, seqlen_k), queries, keys, places, logits)
+        return cls(sizes, places.T.contiguous(), 4 * torch.randn(len(places), generator=generator))
 
     @property
     def pairs(self) -> Iterator[tuple[int, int]]:
@@ -88,13 +79,13 @@ class Samples(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampled:
+class OnHost:
     """A host function that calls the user's method at every position."""
 
     spec: AttentionSpec  # has the user's score or else the user's mask, and no other
     operands: tuple = field(compare=False, repr=False)  # the arguments, with tensors of the host
 
-    entry_name = "sampled"
+    entry_name = "on_host"
     is_storable = False
 
     def arguments(self) -> list:
@@ -132,16 +123,14 @@ def check(
 ) -> str:
     """Compile a score or a mask of your own for sm_90a, and compare its two versions. Needs no GPU.
 
-    `score` or `visible` runs on the host, in every sequence and head of a call: at all positions if
-    they are at most 4,194,304 in all, or else at some of its queries and keys. It must give what
-    `reference` gives there. The ranges of a mask must be true there too. Tensors on a GPU are
-    copied to the CPU.
+    `score` or `visible` runs on the host at all positions of a call, and must give what `reference`
+    gives. The ranges of a mask must be true there too. Tensors on a GPU are copied to the CPU.
 
     Args:
         function: an object of a frozen dataclass derived from `fa3.Score` or `fa3.Mask`.
         head_dim: columns of q, k and v.
-        batch, heads, seqlen_q, seqlen_k: sizes of a call that the object's tensors fit;
-            seqlen_k is seqlen_q if not given.
+        batch, heads, seqlen_q, seqlen_k: sizes of a call that the object's tensors fit, with at
+            most 4,194,304 positions; seqlen_k is seqlen_q if not given.
 
     Returns:
         what was compared, in a line; a method that runs on GPUs only is not.
@@ -153,8 +142,8 @@ def check(
         NotImplementedError: the class does not define `reference`.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    batch, heads, seqlen_q, seqlen_k = (integer(name, size, 1) for name, size in sizes.items())
+    named = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    positions = Positions.of(*(integer(name, size, 1) for name, size in named.items()))
     if not isinstance(function, Score | Mask):
         raise TypeError(f"function must be a fa3.Score or a fa3.Mask, got {shown(function)}")
     on_host = [cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function)]
@@ -165,33 +154,27 @@ def check(
     problem = Problem.of(q, k, k, score=score, mask=mask)
     load_kernel(plan_forward(problem, H200).kernel())
     # The reference goes first: an index that it refuses would be read out of bounds.
-    samples = Samples.of(batch, heads, seqlen_q, seqlen_k)
-    expected = by_reference(function, samples)
+    expected = by_reference(function, positions)
     name = f"{type(function).__name__}.{'visible' if score is None else 'score'}"
-    result = by_method(problem.spec, on_host, samples)
+    result = by_method(problem.spec, on_host, positions)
     if result is not None:
-        compare_versions(name, result, expected, samples)
+        compare_versions(name, result, expected, positions)
     if mask is not None:
-        check_ranges(problem.spec, on_host, expected, samples)
-    compared, total = len(expected), math.prod(samples.sizes)
-    agrees = f"agrees with reference at all {total:,} positions"
-    if compared < total:
-        agrees = (
-            f"agrees with reference at {compared:,} of {total:,} positions: in every sequence and "
-            f"head, at {len(samples.queries):,} queries and {len(samples.keys):,} keys"
-        )
+        check_ranges(problem.spec, on_host, expected, positions)
+    agrees = f"agrees with reference at all {len(expected):,} positions"
     if result is None:
         agrees = "was not compared with reference: it has instructions of GPUs only"
     return f"{name} compiles for {ARCH} at head_dim {head_dim} and {agrees}"
 
 
-def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
-    """Return `reference` at the samples: new logits, or 1 where a mask lets a key through."""
-    shape = len(samples.queries), len(samples.keys)
-    logits = samples.logits.view(-1, *shape)
+def by_reference(function: Score | Mask, positions: Positions) -> torch.Tensor:
+    """Return `reference` at all positions: new logits, or 1 where a mask lets a key through."""
+    shape = seqlen_q, seqlen_k = positions.sizes[2:]
+    query, key = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    logits = positions.logits.view(-1, *shape)
     parts = []
-    for (batch, head), block in zip(samples.pairs, logits, strict=True):
-        at = Position(batch, head, samples.queries[:, None], samples.keys, *samples.sizes[2:])
+    for (batch, head), block in zip(positions.pairs, logits, strict=True):
+        at = Position(batch, head, query, key, *shape)
         if isinstance(function, Score):
             parts.append(changed(function, block, at).flatten())
         else:
@@ -199,15 +182,15 @@ def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
     return torch.cat(parts).float()
 
 
-def by_method(spec: AttentionSpec, tensors: list, samples: Samples) -> torch.Tensor | None:
-    """Return the method at the samples, as `by_reference`; None if it runs on GPUs only.
+def by_method(spec: AttentionSpec, tensors: list, positions: Positions) -> torch.Tensor | None:
+    """Return the method at all positions, as `by_reference`; None if it runs on GPUs only.
     Raises ValueError if it does not end, or reads where there is no memory."""
-    result = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
-    places, logits, shared = map(from_dlpack, (samples.places, samples.logits, result))
-    arguments = tuple(map(from_dlpack, tensors)) or None, places, *samples.sizes[2:]
-    sampled = Sampled(spec, (*arguments, logits, shared))
+    result = torch.frombuffer(mmap.mmap(-1, 4 * positions.logits.numel()), dtype=torch.float32)
+    places, logits, shared = map(from_dlpack, (positions.places, positions.logits, result))
+    arguments = tuple(map(from_dlpack, tensors)) or None, places, *positions.sizes[2:]
+    function = OnHost(spec, (*arguments, logits, shared))
     with tempfile.TemporaryFile() as log:
-        status = exit_status(sampled, log.fileno())
+        status = exit_status(function, log.fileno())
         log.seek(0)
         reason = log.read().decode(errors="replace").strip().rpartition("\n")[2]
     if status == -signal.SIGSEGV:
@@ -217,9 +200,9 @@ def by_method(spec: AttentionSpec, tensors: list, samples: Samples) -> torch.Ten
     return None if status else result
 
 
-def exit_status(sampled: Sampled, log: int) -> int | None:
+def exit_status(function: OnHost, log: int) -> int | None:
     """Run in a process of its own that logs errors; a signal is a negative status."""
-    process = multiprocessing.get_context("fork").Process(target=run_logged, args=(sampled, log))
+    process = multiprocessing.get_context("fork").Process(target=run_logged, args=(function, log))
     with warnings.catch_warnings():
         # From Python 3.12 on, of threads: the new process runs none but its own.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -235,16 +218,16 @@ def exit_status(sampled: Sampled, log: int) -> int | None:
     return process.exitcode
 
 
-def run_logged(sampled: Sampled, log: int) -> None:
+def run_logged(function: OnHost, log: int) -> None:
     """Compile for the host and run, with errors in the log."""
     faulthandler.disable()
     os.dup2(log, 2)
     sys.stderr = os.fdopen(2, "w")
-    compiled(sampled, f"--gpu-arch {ARCH}")(*sampled.operands)
+    compiled(function, f"--gpu-arch {ARCH}")(*function.operands)
 
 
 def compare_versions(
-    name: str, result: torch.Tensor, expected: torch.Tensor, samples: Samples
+    name: str, result: torch.Tensor, expected: torch.Tensor, positions: Positions
 ) -> None:
     """Raise ValueError where the two versions of a method differ."""
     differs = ~result.isclose(expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
@@ -255,22 +238,26 @@ def compare_versions(
     one, other = float(result[first]), float(expected[first])
     values = f"{method} says {bool(one)}, reference {bool(other)}"
     if method == "score":
-        logit = float(samples.logits[first])
+        logit = float(positions.logits[first])
         values = f"of the logit {logit:.6g} score gives {one:.6g}, reference {other:.6g}"
     raise ValueError(
         f"{name} and {kind}.reference differ at {int(differs.sum()):,} of {len(result):,} "
-        f"positions, first at {samples.at(first)}: {values}"
+        f"positions, first at {positions.at(first)}: {values}"
     )
 
 
-def check_ranges(spec: AttentionSpec, tensors: list, seen: torch.Tensor, samples: Samples) -> None:
+def check_ranges(
+    spec: AttentionSpec, tensors: list, seen: torch.Tensor, positions: Positions
+) -> None:
     """Raise ValueError if a mask's ranges miss a key that `reference` sees, or have another."""
     _, mask, _ = bind(spec, map(HostTensor, tensors))
-    function, keys = mask.function, samples.keys
-    blocks = seen.bool().view(-1, len(samples.queries), len(keys)).split(ROWS_OF_TILE, dim=1)
-    for queries, block in zip(samples.queries.split(ROWS_OF_TILE), blocks, strict=True):
-        for pair, tile in zip(samples.pairs, block, strict=True):
-            rows = Rows(*pair, int(queries[0]), int(queries[-1]), *samples.sizes[2:])
+    function, lengths = mask.function, positions.sizes[2:]
+    keys = torch.arange(lengths[1])
+    for pair, rows_of_head in zip(positions.pairs, seen.bool().view(-1, *lengths), strict=True):
+        for first_row, tile in zip(
+            range(0, lengths[0], ROWS_OF_TILE), rows_of_head.split(ROWS_OF_TILE), strict=True
+        ):
+            rows = Rows(*pair, first_row, first_row + len(tile) - 1, *lengths)
             with errors_of("mask", function, "key_range or open_range"):
                 begin, end = map(as_integer, function.key_range(rows))
                 first, last = map(as_integer, function.open_range(rows))
@@ -281,5 +268,5 @@ def check_ranges(spec: AttentionSpec, tensors: list, seen: torch.Tensor, samples
                 (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
             ):
                 if wrong.any():
-                    key = int(keys[wrong][0])
+                    key = int(wrong.nonzero()[0])
                     raise ValueError(f"{type(function).__name__}.{what} key {key} for {rows}")
