@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa3.planning.costs import AGAIN, Costs
-from fa3.planning.load import Load, Segments
-from fa3.planning.prediction import predict, unit_name
-from fa3.planning.tile_costs import Rule, TileCosts, TileKey
+from fa3.planning.costs import AGAIN, Costs, Rule, TileCosts, TileKey
+from fa3.planning.prediction import Load, Segments, predict, unit_name
 from fa3.planning.tiled import TiledProblem
 
 REFERENCE_SCHEDULE = "list"
@@ -107,7 +105,7 @@ def tile_parameters(key: TileKey, prior: TileCosts) -> list[Parameter]:
         return seen.key == key
 
     def splits(seen: Observation) -> bool:
-        return touches(seen) and seen.segments.num_partial > 0
+        return touches(seen) and bool(np.any(seen.segments.partial))
 
     def parameter(name: str, spread: float, touches: Callable = touches) -> Parameter:
         def put(costs: Costs, value: float) -> Costs:

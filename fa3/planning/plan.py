@@ -17,8 +17,7 @@ from fa3.planning.explanation import Candidate, describe_forward
 from fa3.planning.gpu import Gpu
 from fa3.planning.kernel_names import describe_config
 from fa3.planning.launch import FromCall, Launch, Memory, launch_of_forward
-from fa3.planning.load import Load, segments_of
-from fa3.planning.prediction import Prediction, predict
+from fa3.planning.prediction import Load, Prediction, predict, segments_of
 from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import takes_fixed_reference
 from fa3.planning.timeline import Cost, Timeline
@@ -159,11 +158,7 @@ class Plan:
 
     def explain(self) -> str:
         """What the plan does, its predicted time and bottleneck, and the other candidates."""
-        found = [
-            as_made(self.problem, self.gpu, one) if one.schedule == SplitTiles.name else one
-            for one in self.considered
-        ]
-        found.sort(key=lambda candidate: candidate.prediction.us)
+        found = sorted(self.considered, key=lambda candidate: candidate.prediction.us)
         chosen, grouped = self.as_candidate(), DecodePlan.if_possible(self.problem, self.gpu)
         packing = "" if grouped is None else grouped.compare_with(chosen, found)
         return describe_forward(self, chosen, found, packing)
@@ -217,12 +212,6 @@ def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
     costs = tiled.gpu.costs
     measured = tiled.costs.is_known and schedule in costs.schedules
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
-
-
-def as_made(problem: Problem, gpu: Gpu, estimated: Candidate) -> Candidate:
-    """A candidate, predicted from its actual segments."""
-    tiled = TiledProblem(problem, gpu, estimated.config)
-    return laid_out(tiled, SCHEDULES[estimated.schedule].make(tiled))
 
 
 def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:

@@ -16,13 +16,13 @@ from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu, as_gpu
-from fa3.planning.load import RowLoad
-from fa3.planning.plan import Plan, as_made, candidate, check_pairs
+from fa3.planning.plan import Plan, candidate, check_pairs, laid_out
+from fa3.planning.prediction import loads_of_whole_tiles
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tiled import TiledProblem
-from fa3.planning.tilings import configs, searched_configs
+from fa3.planning.tilings import configs
 from fa3.problem import Problem
-from fa3.schedules import SCHEDULES, Schedule, Tile, TileList
+from fa3.schedules import SCHEDULES, Schedule, SplitTiles, Tile, TileList
 from fa3.schedules.coverage import check_schedule
 from fa3.settings import check_settings
 
@@ -34,13 +34,13 @@ CHOICES = tuple(name for name, kind in SCHEDULES.items() if kind.is_searched)
 them for a problem not planned before; searching them as well did not lower the regret over the
 committed records (docs/experiments.md)."""
 
-IDLE = 0.02
-"""Candidates that split tiles are compared only if whole tiles leave SMs idle for this share of
-the time."""
+WHOLE = tuple(name for name in CHOICES if not SCHEDULES[name].splits)
 
-MUCH_IDLE = 0.1
-"""If whole tiles leave SMs idle for this share of the time, parts are laid out that are estimated
-to take longer by up to this share: packed tiles may be done sooner than the estimate."""
+IDLE = 0.02
+"""Tiles are split only if whole tiles leave SMs idle for this share of the time."""
+
+MARGIN_OF_PARTS = 0.008
+"""Share by which parts of tiles must be predicted faster than whole tiles to be taken."""
 
 
 def plan_forward(
@@ -79,22 +79,20 @@ def plan_forward(
         )
     if name and config is not None:
         check_pairs(name, config)
-    if name or config is not None:
-        found = candidates(problem, gpu, config, (name,) if name else CHOICES)
-    else:
-        found = candidates_of(problem, gpu, searched_configs(problem, gpu), CHOICES)
+    tilings = [config] if config else configs(problem, gpu, is_searched=not name)
+    for_parts = tilings if config else tilings_of_parts(tilings, problem)
+    if name == SplitTiles.name:
+        tilings = for_parts
+    found = candidates(problem, gpu, tilings, (name,) if name else WHOLE)
     if isinstance(schedule, tuple(SCHEDULES.values())):
         return plan_of_schedule(problem, gpu, found, cast(Schedule, schedule))
-    whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
-    best = choose(whole or found)
-    if best.prediction.busy < 1 - IDLE:
-        # SMs would be idle for a while: parts of tiles could fill that time.
-        best = choose_with_parts(found, best)
-    if SCHEDULES[best.schedule].splits:
-        # Until here loads were estimates: only now are this one and its rival laid out.
-        rival = choose(whole) if whole else None
-        others = (as_made(problem, gpu, one) if one is rival else one for one in whole)
-        best = choose([*others, as_made(problem, gpu, best)])
+    best = choose(found)
+    may_split = not (name or problem.spec.has_user_functions)
+    if may_split and best.prediction.busy < 1 - IDLE:
+        # Parts of tiles could fill the time in which SMs are idle.
+        parts = candidates(problem, gpu, for_parts, (SplitTiles.name,))
+        best = choose([best, *parts], MARGIN_OF_PARTS)
+        found += parts
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
     made = make_schedule(TiledProblem(problem, gpu, best.config), best.schedule, arrange)
     return Plan(problem, gpu, best.config, made, arrange is not None, tuple(found))
@@ -158,81 +156,56 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
 
 
 def candidates(
-    problem: Problem,
-    gpu: Gpu,
-    # The only tiling to consider; if not given, all of `TILINGS` with measured times.
-    config: ForwardConfig | None = None,
-    schedules: Iterable[str] = tuple(SCHEDULES),  # the schedules to consider
+    problem: Problem, gpu: Gpu, tilings: list[ForwardConfig], schedules: Iterable[str]
 ) -> list[Candidate]:
     """All candidates for a problem, with their predicted times; the choice of `TILINGS` first."""
-    if config is not None:
-        return candidates_of(problem, gpu, [config], schedules, is_given=True)
-    known = configs(problem, gpu)
-    found = candidates_of(problem, gpu, known, schedules)
-    if not found:
-        # They have CTAs alone, and all that was measured for the problem are pairs.
-        alone = replace(known[0], cluster_m=1, cluster_h=1)
-        found = candidates_of(problem, gpu, [alone], schedules)
-    return found
-
-
-def candidates_of(
-    problem: Problem,
-    gpu: Gpu,
-    tilings: Iterable[ForwardConfig],
-    schedules: Iterable[str],
-    is_given: bool = False,  # whether the tilings are the caller's, and not to be changed
-) -> list[Candidate]:
-    """Tilings with the schedules that they can run, lists first, and their predicted times."""
     names = sorted(schedules, key=lambda name: name != TileList.name)
-    found = []
-    for tiling in tilings:
-        for run, run_names in with_parts(tiling, names, problem, is_given):
-            tiled = TiledProblem(problem, gpu, run)
-            rows = RowLoad.of(tiled)
-            found += [candidate(tiled, name, SCHEDULES[name].load(rows)) for name in run_names]
-    return found
+    found = [
+        one
+        for tiling in tilings
+        for one in candidates_of(
+            TiledProblem(problem, gpu, tiling),
+            [name for name in names if tiling.cluster == 1 or SCHEDULES[name].takes_pairs],
+        )
+    ]
+    if found:
+        return found
+    # They have CTAs alone, and all that was measured for the problem are pairs.
+    alone = replace(tilings[0], cluster_m=1, cluster_h=1)
+    return candidates_of(TiledProblem(problem, gpu, alone), names)
 
 
-def with_parts(
-    config: ForwardConfig, schedules: list[str], problem: Problem, is_given: bool
-) -> list[tuple[ForwardConfig, list[str]]]:
-    """A tiling with the schedules that it can run; twice if those that split need another one."""
-    if config.cluster > 1:
-        schedules = [name for name in schedules if SCHEDULES[name].takes_pairs]
-    parts = [name for name in schedules if SCHEDULES[name].splits]
-    whole = [name for name in schedules if name not in parts]
-    if problem.spec.has_user_functions:
-        return [(config, whole)]
-    if is_given or not (parts and problem.spec.scores and config.fixed_reference):
-        return [(config, schedules)]
-    # With a bias, the sums of a part far from the diagonal rightly vanish; with a fixed reference
-    # that would look like a failure.
-    return [(config, whole), (replace(config, fixed_reference=False), parts)]
+def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
+    """A tiling with schedules that it can run, and their predicted times."""
+    greedy, listed = loads_of_whole_tiles(tiled)
+    loads = {TileList.name: listed}
+    return [
+        laid_out(tiled, SCHEDULES[name].make(tiled))
+        if SCHEDULES[name].splits
+        else candidate(tiled, name, loads.get(name, greedy))
+        for name in names
+    ]
 
 
-def choose(found: list[Candidate]) -> Candidate:
+def tilings_of_parts(tilings: list[ForwardConfig], problem: Problem) -> list[ForwardConfig]:
+    """The tilings for split tiles: with a bias, without a fixed row max.
+    The sums of a part far from the diagonal rightly vanish; that would look like a failure."""
+    if not problem.spec.scores:
+        return tilings
+    return list(dict.fromkeys(replace(tiling, fixed_reference=False) for tiling in tilings))
+
+
+def choose(found: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
     """The first candidate, or the fastest of those predicted faster by more than the margin."""
     first = found[0]
 
     def is_faster(one: Candidate) -> bool:
         us = one.prediction.mean_us
-        margin = LEAST_MARGIN if one.measured else UNSURE
+        margin = least_margin if one.measured else UNSURE
         return first.prediction.mean_us - us > least_gain(us, margin)
 
     better = filter(is_faster, found)
     return min(better, key=lambda one: one.prediction.mean_us, default=first)
-
-
-def choose_with_parts(found: list[Candidate], whole: Candidate) -> Candidate:
-    """The choice, or parts of tiles whose estimate is close to what the best whole tiles take."""
-    best = choose(found)
-    if best is not whole or whole.prediction.busy >= 1 - MUCH_IDLE:
-        return best
-    parts = (one for one in found if SCHEDULES[one.schedule].splits)
-    closest = min(parts, key=lambda one: one.prediction.mean_us, default=whole)
-    limit = (1 + MUCH_IDLE) * whole.prediction.mean_us
-    return closest if closest.prediction.mean_us < limit else whole
 
 
 def make_schedule(

@@ -1,7 +1,7 @@
 """The cost model: predicts a plan's time from its clusters' load and the bytes that it moves.
 
-`fa3.planning.load` gives the load, `fa3.planning.costs` the parameters; the planner and `Plan` use
-the `Prediction`.
+`fa3.planning.costs` has the parameters. A `Load` is counted from the segments of a schedule; the
+planner compares whole tiles by the loads of `loads_of_whole_tiles`, without making schedules.
 
     T = (compute^2.5 + memory^2.5)^(1/2.5) + launch
 
@@ -18,12 +18,21 @@ memory traffic. With every SM at key blocks all the time and no traffic, compute
 times as long.
 """
 
-from typing import NamedTuple
+import heapq
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import AGAIN, Costs
-from fa3.planning.load import Load
+from fa3.planning.costs import AGAIN, Costs, TileCosts
 from fa3.planning.tiled import TiledProblem
+from fa3.schedules import Schedule
+from fa3.schedules.split import TimedSegments
+from fa3.schedules.tile_list import LATE
+from fa3.scores import masks
+
+EXACT_ROUNDS = 1
+"""Full rounds at the end that a prediction simulates segment by segment, with the partial one."""
 
 EXPONENT = 2.5
 """Exponent that joins compute and memory: the higher, the more the larger one alone counts."""
@@ -36,6 +45,127 @@ APART = 0.6
 """Share of the parts' keys that are read from device memory, where L2 does not hold all keys:
 clusters that share keys do not read them at the same time. From 128 queries on 32k keys, 32/8
 heads, single CTAs and pairs of heads: 117 and 103.5 us, of which compute takes 101."""
+
+
+class Segments(NamedTuple):
+    """Segments in the order in which clusters take them; arrays of one length."""
+
+    # full, masked: key blocks without and with the mask applied.
+    full: np.ndarray
+    masked: np.ndarray
+    # The cluster that works on it, if the schedule fixes that; None if each goes to the first free
+    # cluster.
+    owner: Any = None
+    # Number of its tile; None, as the next ones, if no segment is a part of a tile.
+    tile: Any = None
+    # partial, merging: whether it is a part, and the one that merges.
+    partial: Any = None
+    merging: Any = None
+
+    @classmethod
+    def of(cls, blocks: masks.Blocks, *owner_and_parts: np.ndarray | None) -> "Segments":
+        """Segments with these key blocks."""
+        full = blocks.full_end - blocks.full_begin
+        return cls(full, blocks.end - blocks.begin - full, *owner_and_parts)
+
+    def times(self, tile: TileCosts) -> np.ndarray:
+        """Microseconds of every segment at burst clock, without the schedule's overhead."""
+        times = tile.us(self.full, self.masked)
+        if self.partial is None:
+            return times
+        return times + self.partial * tile.part_us_if(self.merging)
+
+
+def segments_of(tiled: TiledProblem, schedule: Schedule) -> Segments:
+    """The segments of a schedule's clusters."""
+    parts = schedule.parts
+    if parts is None:
+        return Segments.of(tiled.blocks_of_tiles(), schedule.owners)
+    blocks = masks.Blocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
+    # The first part is done last, as tiles are cut, and merges.
+    merging = parts.is_part & (parts.first == blocks.begin)
+    owner_and_parts = schedule.owners, parts.tile, parts.is_part, merging
+    return Segments.of(blocks.between(parts.first, parts.end), *owner_and_parts)
+
+
+def end_of_last(times: np.ndarray, segments: Segments, tile: TileCosts) -> float:
+    """When the last cluster is done, if each segment has its cluster."""
+    owner, merging = segments.owner, segments.merging
+    if segments.tile is None:
+        return float(np.bincount(owner, times).max(initial=0.0))
+    timed = TimedSegments(segments.tile, owner, times, segments.partial & ~merging, merging)
+    return timed.end(np.zeros(owner.max(initial=-1) + 1), tile.part_us_if(True))
+
+
+def greedy_end(times: np.ndarray, lanes: int, level: float = 0.0) -> float:
+    """When the last lane is done, if all are free at `level` and then take segments greedily."""
+    units = times.tolist()
+    free_at = [level + us for us in units[:lanes]]
+    heapq.heapify(free_at)
+    replace_first = heapq.heapreplace
+    for us in units[lanes:]:
+        replace_first(free_at, free_at[0] + us)
+    return max(free_at, default=level)
+
+
+def last_rounds(times: np.ndarray, lanes: int) -> tuple[np.ndarray, float]:
+    """Return the segments to simulate, and the time at which lanes are done with all others.
+    Those count by their mean, since greedy assignment evens them out."""
+    head = max(0, len(times) // lanes - EXACT_ROUNDS) * lanes
+    return times[head:], float(times[:head].sum()) / lanes
+
+
+class Load(NamedTuple):
+    """Times of all segments, in microseconds, without the schedule's overhead per segment."""
+
+    last: float  # when the last cluster is done
+    # total, of_blocks: sum over all segments, and over their key blocks alone.
+    total: float
+    of_blocks: float
+    longest: float  # time of the longest segment
+    num_segments: int  # how many segments there are
+    rounds: int  # segments of the cluster that has the most
+    # blocks, blocks_of_parts: key blocks of all segments, and of the parts of tiles.
+    blocks: float
+    blocks_of_parts: float = 0.0
+    num_parts: int = 0  # number of parts of tiles
+
+    @classmethod
+    def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
+        """The load of given segments; the GPU holds `lanes` clusters at a time."""
+        times = segments.times(tile)
+        if segments.owner is None:
+            rest, level = last_rounds(times, lanes)
+            last, rounds = greedy_end(rest, lanes, level), -(-len(times) // lanes)
+        else:
+            last = end_of_last(times, segments, tile)
+            rounds = int(np.bincount(segments.owner).max(initial=0))
+        blocks = segments.full + segments.masked
+        partial = np.zeros(len(times), bool) if segments.partial is None else segments.partial
+        of_blocks = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
+        return cls(
+            last,
+            total=float(times.sum()),
+            of_blocks=float(of_blocks),
+            longest=float(times.max(initial=0.0)),
+            num_segments=len(times),
+            rounds=rounds,
+            blocks=float(blocks.sum()),
+            blocks_of_parts=float(blocks[partial].sum()),
+            num_parts=int(partial.sum()),
+        )
+
+
+def loads_of_whole_tiles(tiled: TiledProblem) -> tuple[Load, Load]:
+    """Return the load if each tile goes to the first free cluster, and about the one of a list.
+    If that ends late, a `TileList` has the last tiles longest-first."""
+    segments, lanes = Segments.of(tiled.blocks_of_tiles()), tiled.lanes
+    greedy = Load.of(segments, tiled.costs, lanes)
+    if greedy.last <= LATE * greedy.total / lanes:
+        return greedy, greedy
+    rest, level = last_rounds(segments.times(tiled.costs), lanes)
+    longest_first = greedy_end(np.sort(rest)[::-1], lanes, level)
+    return greedy, greedy._replace(last=min(greedy.last, longest_first))
 
 
 def bytes_moved(tiled: TiledProblem, load: Load) -> float:

@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.costs import TileCosts, TileKey
 from fa3.planning.gpu import Gpu
-from fa3.planning.tile_costs import TileCosts, TileKey
 from fa3.problem import Problem
 from fa3.schedules import TileOrder
 from fa3.scores import masks

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
+from fa3.planning.costs import has_mask
 from fa3.planning.gpu import Gpu
-from fa3.planning.tile_costs import has_mask
 from fa3.planning.tiled import TiledProblem
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import SLACK
@@ -143,8 +143,9 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
     return all(score.kind is Alibi for score in spec.scores)
 
 
-def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
-    """The choice of `TILINGS` for a problem, then its other configs whose times are measured."""
+def configs(problem: Problem, gpu: Gpu, is_searched: bool = False) -> list[ForwardConfig]:
+    """The choice of `TILINGS` for a problem, then its other configs whose times are measured.
+    `is_searched` says that tiling and schedule are the planner's choice."""
     first = choose_config(problem, gpu)
     found = [first]
     for tiling in alternatives(problem):
@@ -153,16 +154,9 @@ def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
                 continue
             if TiledProblem(problem, gpu, config).costs.is_known:
                 found.append(config)
-    return found
-
-
-def searched_configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
-    """What the planner compares of `configs`, where tiling and schedule are its choice."""
-    found = configs(problem, gpu)
     in_pairs = [config for config in found if config.cluster_h > 1]
-    if in_pairs and all(row.in_pairs for row in alternatives(problem)):
-        return in_pairs
-    return found
+    is_paired = is_searched and all(row.in_pairs for row in alternatives(problem))
+    return in_pairs if in_pairs and is_paired else found
 
 
 def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:

@@ -168,12 +168,6 @@ class Schedule:
         """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.TiledProblem`)."""
         return cls(tiled.order, tiled.num_clusters)
 
-    @classmethod
-    def load(cls, rows):
-        """An estimate of its clusters' load that `fa3.planning.load.RowLoad` gives: here, tiles go
-        to the first free cluster."""
-        return rows.greedy
-
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         """Raise unless its clusters work on every tile of its order exactly once.
 

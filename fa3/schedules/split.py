@@ -128,10 +128,6 @@ class SplitTiles(TableSchedule):
         return cut_tiles(tiled)
 
     @classmethod
-    def load(cls, rows):
-        return rows.cut_evenly
-
-    @classmethod
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
         """Cut the last tiles of an order so that all clusters end at nearly the same time."""
         blocks = ranges.end_blocks - ranges.first_blocks

@@ -45,10 +45,6 @@ class TileList(TableSchedule):
         return cls.balanced(tiled.order, tiled.num_clusters, tiled.times)
 
     @classmethod
-    def load(cls, rows):
-        return rows.balanced
-
-    @classmethod
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
         """Assign the tiles so that all clusters end at nearly the same time (see `balance`).
         `times` says how long each tile takes, by its number, in any unit."""

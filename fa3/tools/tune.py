@@ -15,6 +15,7 @@ from fa3.planning.explanation import describe_problem, duration
 from fa3.planning.gpu import Gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
+from fa3.planning.tilings import configs
 from fa3.problem import Problem
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.scores.masks import Band
@@ -83,8 +84,7 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     """Return the planner's choice, then the plans that are predicted to be the next fastest.
     Raises ValueError if the problem has more than a mask, or nothing to compute."""
     spec = problem.spec
-    mask = Band.of(problem.window)
-    plain = replace(spec, mask=mask, scores=(), sinks=None, has_dropout=False)
+    plain = replace(spec, mask=Band.of(problem.window), scores=(), sinks=None, has_dropout=False)
     if spec != plain or not problem.flops:
         raise ValueError(
             "problems must have something to compute, and neither scores, sinks, dropout nor masks "
@@ -92,7 +92,7 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
         )
     plans: list[AnyPlan] = [
         plan_forward(problem, gpu, one.config, one.schedule)
-        for one in candidates(problem, gpu, schedules=CHOICES)
+        for one in candidates(problem, gpu, configs(problem, gpu), CHOICES)
     ]
     grouped = DecodePlan.if_possible(problem, gpu)
     if grouped is not None:
