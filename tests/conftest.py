@@ -136,13 +136,13 @@ def where(request) -> str:
 @pytest.fixture
 def always_fixed(monkeypatch):
     """Have calls of any size take a fixed reference."""
-    from fa3.calls.forward import prepare_forward
+    from fa3.calls.prepare import prepare_call
     from fa3.planning import tilings
 
     monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
-    prepare_forward.cache_clear()
+    prepare_call.cache_clear()
     yield
-    prepare_forward.cache_clear()
+    prepare_call.cache_clear()
 
 
 @pytest.fixture

@@ -87,7 +87,8 @@ def run_plan(
     """Return out and the log-sum-exp that a plan gives on the CPU."""
     batch, seqlen_q, heads, _ = q.shape
     out, lse = q.new_empty(batch, seqlen_q, heads, v.shape[3]), torch.empty(batch, heads, seqlen_q)
-    execute(plan, (q, k, v, out, lse), softmax_scale, tensors)
+    values = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "softmax_scale": softmax_scale}
+    execute(plan, values | {"modifiers": tensors})
     return out, lse
 
 

@@ -15,13 +15,11 @@ from test_latest import operand, packed_operands
 import fa3
 from fa3 import settings
 from fa3.__main__ import main
-from fa3.calls import forward, kvcache, varlen
 from fa3.calls.call import AttentionCall, describe_tensors
 from fa3.calls.combine import prepare_combine
-from fa3.calls.decode import plan_decode
-from fa3.calls.forward import prepare_forward
+from fa3.calls.execution import plan_decode
 from fa3.calls.options import DENSE, PACKED, Options
-from fa3.calls.varlen import prepare_varlen
+from fa3.calls.prepare import prepare_call
 from fa3.planning.explanation import quantity
 from fa3.planning.gpu import GPUS
 from fa3.planning.kernel_names import describe_kernel
@@ -131,7 +129,7 @@ def test_the_plan_is_that_of_the_call(shape, capsys):
         for seqlen, heads in ((seqlen_q, heads_q), (seqlen_k, heads_kv))
     )
     described = describe_tensors(DENSE, (q, k, k, *[None] * 19))
-    call = prepare_forward(described, Options(Window(right=0), kind=DENSE))
+    call = prepare_call(described, Options(Window(right=0), kind=DENSE))
     expected = [describe_kernel(launch.kernel) for launch in call.kernels.plan.launches()]
     printed = printed_plan(capsys, "--gpu", "H200", "--shape", shape, "--causal")
     assert printed["Kernels"] == expected
@@ -174,7 +172,7 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, shape.split(","))
     q, k, v = (operand(1, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv))
     options = Options(Window(right=0), kind=PACKED)
-    call = prepare_varlen(packed_operands(q=q, k=k, v=v), options).kernels
+    call = prepare_call(packed_operands(q=q, k=k, v=v), options).kernels
     rows = batch * seqlen_q, batch * seqlen_k
     route = call.signature.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
     launches = launches_of_route(call.signature, route.name, route.most_queries)
@@ -317,11 +315,8 @@ RUN = {name: lambda run=run, of=of: run(of()) for name, (run, of) in CALLS.items
 @pytest.fixture
 def nothing_remembered():
     """Have every call look at the environment again."""
-    for prepare in (
-        forward.prepare_forward, varlen.prepare_varlen, kvcache.prepare_cache_call,
-        prepare_combine,
-    ):  # fmt: skip
-        prepare.cache_clear()
+    prepare_call.cache_clear()
+    prepare_combine.cache_clear()
 
 
 @pytest.mark.parametrize("call", RUN)

@@ -14,7 +14,7 @@ from reference import check_attention, dense
 from score_problems import RelativeBias
 
 import fa3
-from fa3.calls.forward import prepare_plan, values_of_dense
+from fa3.calls.execution import PreparedPlan, for_launches
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
@@ -127,7 +127,7 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
     lse = q.new_full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32)
-    prepared, found = prepare_plan(plan, q.device), set()
+    prepared, found = PreparedPlan.of(plan, q.device).prepared, set()
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
@@ -146,8 +146,11 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
 
     modifiers = None if alibi_slopes is None else (alibi_slopes,)
     first, (_, arguments_of) = prepared.kernels
-    values = values_of_dense(q, k, v, out, lse, modifiers, q.shape[3] ** -0.5)
-    prepared._replace(kernels=(first, (look, arguments_of))).run(values)
+    values = {
+        "q": q, "k": k, "v": v, "o": out, "lse": lse, "modifiers": modifiers, "dropout": None,
+        "softmax_scale": q.shape[3] ** -0.5, "descales": None,
+    }  # fmt: skip
+    prepared._replace(kernels=(first, (look, arguments_of))).run(for_launches(values))
     return found, out, lse
 
 

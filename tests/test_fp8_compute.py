@@ -12,7 +12,7 @@ from problems import poisoned_allocations
 from reference import dense, visible
 
 import fa3
-from fa3.calls import forward
+from fa3.calls.prepare import prepare_call
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.planner import plan_forward
@@ -125,9 +125,9 @@ def one_level(monkeypatch):
         row._replace(config=replace(row.config, one_level=True)) for row in tilings.TILINGS_IN_FP8
     )
     monkeypatch.setattr(tilings, "TILINGS_IN_FP8", rows)
-    forward.prepare_forward.cache_clear()
+    prepare_call.cache_clear()
     yield
-    forward.prepare_forward.cache_clear()
+    prepare_call.cache_clear()
 
 
 @pytest.mark.gpu

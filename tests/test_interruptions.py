@@ -16,9 +16,7 @@ from gpu_checks import used_counters
 
 import fa3
 from fa3.calls import launcher
-from fa3.calls.decode import PreparedDecode
-from fa3.calls.forward import prepare_plan, values_of_dense
-from fa3.calls.packed_calls import PackedCall
+from fa3.calls.execution import PackedCall, PreparedPlan
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
@@ -37,8 +35,6 @@ from fa3.planning.routes import (
 )
 from fa3.planning.tilings import choose_config
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.reference.steps import NO_TABLES
-from fa3.reference.walker import RaggedOperands
 from fa3.running import counters, graphs
 from fa3.running.counters import StreamCounters
 from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
@@ -46,9 +42,18 @@ from fa3.scores.masks import Band
 
 SOURCES = str(Path(fa3.__file__).parent)
 
+GPU = torch.device("cuda", 0)
 Q = torch.zeros(1, 8, 4, 64)
 ENDS = torch.tensor([0, 3, 8], dtype=torch.int32)
-OPERANDS = RaggedOperands(*(4 * [Q[0]]), None, ENDS, ENDS, None, None)
+NAMES = (
+    "lse", "seqused_q", "seqused_k", "batch_idx", "leftpad", "page_table", "modifiers", "sinks",
+    "dropout", "descales",
+)  # fmt: skip
+VALUES = dict.fromkeys("qkvo", Q) | dict.fromkeys(NAMES) | {"softmax_scale": 1.0, "seqlen_new": 0}
+PACKED_VALUES = dict.fromkeys("qkvo", Q[0]) | {
+    "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_k": 0,
+}  # fmt: skip
+PACKED_VALUES = VALUES | PACKED_VALUES
 
 
 @pytest.fixture(autouse=True)
@@ -126,30 +131,30 @@ def packed(name: str) -> PackedCall:
 
 with pytest.MonkeyPatch.context() as stubs:
     stubs.setattr(launcher, "load_kernel", stub_of)
-    DECODES = PreparedDecode.of(DecodePlan.of_dense(PROBLEM, H200), on_gpu=True)
+    DECODES = PreparedPlan.of(DecodePlan.of_dense(PROBLEM, H200), GPU)
     CONFIG = replace(choose_config(PROBLEM, H200), fixed_reference=True)
-    DENSE = prepare_plan(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), Q.device)
+    DENSE = PreparedPlan.of(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), GPU)
     ALONE, SPLITS, SHARES = map(packed, (FORWARD, SPLIT, SHARED))
 
 
 def decodes() -> None:
-    DECODES.attend(OPERANDS, None, None, 1.0, None, NO_TABLES, 0, None)
+    DECODES.attend(dict(PACKED_VALUES))
 
 
 def is_dense() -> None:
-    DENSE.run(values_of_dense(Q, Q, Q, Q, None, None, 1.0))
+    DENSE.attend(dict(VALUES))
 
 
 def is_packed() -> None:
-    ALONE.attend(OPERANDS, SIZES, None, 1.0)
+    ALONE.attend(dict(PACKED_VALUES), SIZES)
 
 
 def is_split_on_the_gpu() -> None:
-    SPLITS.attend(OPERANDS, SIZES, None, 1.0)
+    SPLITS.attend(dict(PACKED_VALUES), SIZES)
 
 
 def shares_tiles() -> None:
-    SHARES.attend(OPERANDS, SIZES, None, 1.0)
+    SHARES.attend(dict(PACKED_VALUES), SIZES)
 
 
 # --------------------------------------------------------------------------------- interruptions

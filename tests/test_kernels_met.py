@@ -15,13 +15,11 @@ from test_latest import operand, packed_operands
 from varlen_problems import signature_with
 
 import fa3
-from fa3.calls import decode, forward, kvcache, launcher, packed_calls, varlen
+from fa3.calls import devices, execution, launcher, prepare
 from fa3.calls.call import NAMES_BY_KIND
-from fa3.calls.kvcache import prepare_cache_call
+from fa3.calls.execution import PackedCall
 from fa3.calls.options import CACHED, Options
 from fa3.calls.options import PACKED as PACKED_KEYS
-from fa3.calls.packed_calls import PackedCall
-from fa3.calls.varlen import prepare_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.planning import routes, tilings
 from fa3.planning.decode import DecodePlan
@@ -78,16 +76,14 @@ def loaded(monkeypatch) -> Iterator[dict]:
 
     gpu = SimpleNamespace(multi_processor_count=H200.num_sms, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for module in (launcher, kvcache):
+    for module in (launcher, prepare):
         monkeypatch.setattr(module, "load_kernel", load)
-    for module in (decode, packed_calls, kvcache, varlen):
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: H200)
     # It would make a tensor on the GPU.
-    for module in (kvcache, varlen):
-        monkeypatch.setattr(module, "Scales", SimpleNamespace(on=lambda *arguments: None))
-    packed_calls.packed_call.cache_clear()
+    monkeypatch.setattr(prepare, "Scales", SimpleNamespace(on=lambda *arguments: None))
+    execution.packed_call.cache_clear()
     yield found
-    packed_calls.packed_call.cache_clear()
+    execution.packed_call.cache_clear()
 
 
 def dtype_of(model: Model) -> torch.dtype:
@@ -118,7 +114,7 @@ def prepare_on_pages(model: Model, window: Window, batch: int, queries: int, key
         given["sinks"] = operand(model.heads_q, dtype=dtype, device="cuda:0")
     described = tuple(given.get(name) for name in NAMES_BY_KIND[CACHED])
     options = Options(window, model.softcap, max_seqlen_q=queries)
-    return prepare_cache_call.__wrapped__(described, options)
+    return prepare.prepare_call.__wrapped__(described, options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -153,8 +149,8 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
             if model.sinks else None,
         )  # fmt: skip
         options = Options(window, model.softcap, kind=PACKED_KEYS)
-        packed_calls.packed_call.cache_clear()
-        call = prepare_varlen.__wrapped__(described, options).kernels
+        execution.packed_call.cache_clear()
+        call = prepare.prepare_call.__wrapped__(described, options).kernels
         call.prepared(SPLIT, 0)
         for queries, overlaps_forward in product(() if model.is_fp8 else QUERIES, (False, True)):
             call.prepared(BOTH if overlaps_forward else DECODE, queries)
@@ -205,15 +201,15 @@ def met(monkeypatch):
     def of_cache(plan, *rest):
         found.update((launch.kernel, None) for launch in plan.launches())
 
-    def of_packed(call, operands, sizes, *rest, **options):
+    def of_packed(call, values, sizes):
         route = call.signature.route(sizes)
         # Few calls have the kernels for tiles that the GPU splits.
         name = {SPLIT: FORWARD, BOTH_SPLIT: BOTH}.get(route.name, route.name)
         of_route = call.signature, name, route.most_queries, call.decode_plan
         found.update((launch.kernel, None) for launch in launches_of_route(*of_route))
 
-    monkeypatch.setattr(forward, "execute", of_plan)
-    monkeypatch.setattr(decode, "execute_decode", of_cache)
+    monkeypatch.setattr(execution, "execute", of_plan)
+    monkeypatch.setattr(execution, "execute_decode", of_cache)
     monkeypatch.setattr(PackedCall, "attend", of_packed)
     monkeypatch.setattr(
         HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})
@@ -298,7 +294,7 @@ EXPECTED = {"vLLM": 6, "pages": 6, "no pages": 6, "packed prompts": 8}
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_server_meets_few_kernels(server, met, compiled):
-    forward.prepare_forward.cache_clear()
+    prepare.prepare_call.cache_clear()
     draw = random.Random(0)
     for call, count in SERVERS[server]:
         for _ in range(count):

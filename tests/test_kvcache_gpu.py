@@ -14,9 +14,9 @@ from test_kvcache_results import MODES, assert_same_bits, check, run
 from valid_calls import changed
 from varlen_problems import integers
 
-from fa3.calls import kvcache
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.prepare import prepare_call
 from fa3.kernels.decode import Decode
 from fa3.planning import decode as planning
 
@@ -93,11 +93,11 @@ def test_long_places_change_no_bit(problem, options, device, monkeypatch):
         return loaded[-1]
 
     monkeypatch.setattr(planning, "Decode", with_long_places)
-    kvcache.prepare_cache_call.cache_clear()
+    prepare_call.cache_clear()
     try:
         assert_same_bits(results, run(call, **options))
     finally:
-        kvcache.prepare_cache_call.cache_clear()
+        prepare_call.cache_clear()
     assert loaded
 
 

@@ -11,11 +11,12 @@ import torch
 from torch.autograd import forward_ad
 
 import fa3
-from fa3.calls import attention, combine, forward, kvcache, varlen
+from fa3.calls import attention, combine, kvcache, varlen
 from fa3.calls.call import TENSORS
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
 from fa3.calls.options import latest_call, remembered_options
+from fa3.calls.prepare import prepare_call
 from fa3.problem import REMEMBERED
 
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
@@ -85,15 +86,14 @@ def of_each_sequence(batch: int) -> dict:
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_calls_on_any_number_of_sequences_are_prepared_once(is_fp8):
-    prepare = varlen.prepare_varlen
-    prepare.cache_clear()
+    prepare_call.cache_clear()
     for batch in range(40):
         call = packed_call(5 * batch, batch, **of_each_sequence(batch))
         if is_fp8:
             codes = {n: torch.zeros(5 * batch, 2, 32).to(torch.float8_e4m3fn) for n in "qkv"}
             call |= codes | {"k_descale": torch.ones(batch, 2)}
         fa3.flash_attn_varlen_func(**call)
-    assert prepare.cache_info().currsize == 1
+    assert prepare_call.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("remembered", [2, 5])
@@ -295,10 +295,7 @@ def merge(parts: int) -> tuple:
 
 
 def test_no_more_than_so_many_are_remembered():
-    for prepare in (
-        combine.prepare_combine, forward.prepare_forward, kvcache.prepare_cache_call,
-        varlen.prepare_varlen,
-    ):  # fmt: skip
+    for prepare in (combine.prepare_combine, prepare_call):
         assert prepare.cache_info().maxsize == REMEMBERED
     combine.prepare_combine.cache_clear()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
 from test_split import HostLengths, segments
 
-from fa3.calls import combine, decode, kvcache, launcher
+from fa3.calls import combine, devices, execution, launcher, prepare
 from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
@@ -221,7 +221,7 @@ def prepared(monkeypatch):
     kernels = []
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=150 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(decode, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: H200)
     monkeypatch.setattr(launcher, "load_kernel", kernels.append)
 
     def prepare(batch=1, heads_kv=1, pages=1 << 21, page_size=1024, head_dim=128, **options):
@@ -229,9 +229,8 @@ def prepared(monkeypatch):
         cache = operand(10, page_size, heads_kv, head_dim)
         table = operand(batch, pages, dtype=torch.int32)
         call = AttentionCall(q, cache, cache, *[None] * 7, table, None)
-        return decode.PreparedDecode.of(
-            decode.plan_decode(call, Options(**options)), on_gpu=True
-        ), kernels
+        plan = execution.plan_decode(call, Options(**options))
+        return execution.PreparedPlan.of(plan, torch.device("cuda", 0)), kernels
 
     return prepare
 
@@ -344,9 +343,9 @@ def test_vectors_that_32_bits_do_not_count_are_refused():
         return AttentionCall(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
 
     assert MOST_VECTORS + THREADS - 1 <= LARGEST
-    kvcache.append_kernel(call(MOST_VECTORS), False)
+    prepare.append_kernel(call(MOST_VECTORS), False)
     with pytest.raises(ValueError, match=rf"^k must have at most {MOST_VECTORS} vectors"):
-        kvcache.append_kernel(call(MOST_VECTORS + 1), False)
+        prepare.append_kernel(call(MOST_VECTORS + 1), False)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from reference import check_attention
 from score_problems import Recipe
 
 import fa3
-from fa3.calls import forward
-from fa3.calls.decode import PreparedDecode
+from fa3.calls import attention
+from fa3.calls.execution import PreparedPlan
 from fa3.planning.decode import MOST_ROWS, DecodePlan
 from fa3.planning.explanation import duration
 from fa3.planning.gpu import H100, H200
@@ -39,17 +39,17 @@ def attend(problem: Problem, where="cpu", seed: int = 0, **options):
     return operands, found
 
 
-def how(problem: Problem, **options) -> forward.PreparedForward | PreparedDecode:
+def how(problem: Problem, **options) -> PreparedPlan:
     """What runs a call of the problem."""
     found = []
-    prepare = forward.prepare_forward
+    prepare = attention.prepare_call
 
     def remember(*given):
         found.append(prepare(*given))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "prepare_forward", remember)
+        patch.setattr(attention, "prepare_call", remember)
         fa3.flash_attn_func(*make_operands(problem), window_size=problem.window, **options)
     (call,) = found
     return call.kernels
@@ -131,8 +131,8 @@ def test_calls_choose():
     many = make_problem(1, 300, 300, 1, 4, 64)
     assert how(FEW).plan == DecodePlan.of_dense(FEW, H200)
     for call in (how(many), how(FEW, pack_gqa=False), how(FEW, schedule="list")):
-        assert isinstance(call, forward.PreparedForward)
-    assert isinstance(how(many, pack_gqa=True), PreparedDecode)
+        assert isinstance(call.plan, Plan)
+    assert isinstance(how(many, pack_gqa=True).plan, DecodePlan)
     assert how(FEW, plan=plan_forward(FEW)).plan == plan_forward(FEW)
     margin = how(FEW, sm_margin=100).plan
     assert margin.num_ctas == margin.cut.num_ctas == H200.num_sms - 100

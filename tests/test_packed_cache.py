@@ -22,7 +22,8 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import kvcache, operands, overlap
+from fa3.calls import operands, overlap
+from fa3.calls.prepare import prepare_call
 from fa3.planning.decode import DecodePlan
 from fa3.planning.gpu import H200
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
@@ -234,7 +235,7 @@ def test_no_total_is_remembered(where):
     draw, memory = random.Random(0), torch.randn(2, 400, 2, 64, device=where).bfloat16()
     others = call_of_total(3, where, alibi_slopes=torch.ones(2, device=where))
     del others["q"]
-    kvcache.prepare_cache_call.cache_clear()
+    prepare_call.cache_clear()
     expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
     fa3.flash_attn_with_kvcache(memory[0, :3], **others, out=memory[1, :3])
     remembered = operands.check_of_addresses, overlap.share
@@ -245,7 +246,7 @@ def test_no_total_is_remembered(where):
         found, lse = fa3.flash_attn_with_kvcache(q, **others, out=out, return_lse=True)
         assert found.shape == q.shape and lse.shape == (2, len(q))
         assert torch.equal(found[:3], expected)
-    assert kvcache.prepare_cache_call.cache_info().currsize == 2  # with out and without
+    assert prepare_call.cache_info().currsize == 2  # with out and without
     assert [one.cache_info().currsize for one in remembered] == before
 
 

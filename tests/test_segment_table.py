@@ -32,7 +32,7 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import packed_calls
+from fa3.calls import execution
 from fa3.kernels.forward import Forward
 from fa3.kernels.segment_table import (
     CUTTERS,
@@ -441,7 +441,7 @@ def splitting(monkeypatch) -> list:
         found.append(given)
         return most_slots(*given)
 
-    monkeypatch.setattr(packed_calls, "most_slots", note)
+    monkeypatch.setattr(execution, "most_slots", note)
     return found
 
 

@@ -13,8 +13,9 @@ from reference import check_call
 from valid_calls import OnGpu
 
 from fa3.calls import assertions as calls_assertions
-from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
+from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.options import Options
+from fa3.calls.prepare import prepare_call
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.decode_launch import TILE_N
 from fa3.planning import decode
@@ -260,7 +261,7 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         return cuts[-1]
 
     monkeypatch.setattr(decode, "choose_cut", choose_cut)
-    prepare_cache_call.cache_clear()
+    prepare_call.cache_clear()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
     out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)

@@ -13,7 +13,7 @@ from problems import make_operands, make_problem
 import fa3
 from fa3.__main__ import main
 from fa3.calls import tuned_plans
-from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import plan_call, plans_path
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.planner import CHOICES, plan_dense, plan_forward
@@ -199,7 +199,7 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
     with_dropout = replace(SHORT, spec=replace(SHORT.spec, has_dropout=True))
     assert plan_call(with_dropout, H200) == plan_dense(with_dropout, H200)
     # Fewer SMs are another GPU to the planner.
-    fewer = reserve_sms(H200, 4)
+    fewer = replace(H200, num_sms=H200.num_sms - 4)
     assert plan_call(SHORT, fewer) == plan_dense(SHORT, fewer)
     with monkeypatch.context() as patch:
         patch.setitem(SETTINGS, "FA3_REFERENCE", "following")

@@ -35,7 +35,7 @@ from varlen_problems import (
 
 import fa3
 from fa3 import flash_attn_varlen_func
-from fa3.calls import varlen
+from fa3.calls import attention
 from fa3.calls.call import LENGTHS_OF_PACKED
 from fa3.planning.launch import NO_MEMORY
 from fa3.planning.planner import plan_forward
@@ -69,7 +69,7 @@ def test_maxima_may_be_larger():
 @pytest.fixture
 def launches(monkeypatch) -> list[dict]:
     """Have calls on CPU tensors launched as if they were on a GPU; return their values."""
-    launched, prepare = [], varlen.prepare_varlen
+    launched, prepare = [], attention.prepare_call
     prepared = SimpleNamespace(
         run=lambda values, memory: launched.append(values), memory=NO_MEMORY, names=()
     )
@@ -79,7 +79,7 @@ def launches(monkeypatch) -> list[dict]:
         call = prepare(*key)
         return replace(call, kernels=replace(call.kernels, **gpu), has_host_integers=False)
 
-    monkeypatch.setattr(varlen, "prepare_varlen", prepare_on_gpu)
+    monkeypatch.setattr(attention, "prepare_call", prepare_on_gpu)
     return launched
 
 
@@ -155,7 +155,7 @@ def test_no_length_is_remembered(launches):
     before = caches()
     for _ in range(2000):
         call(*draw.choice(kinds))
-    assert caches() == before and before["fa3.calls.varlen.prepare_varlen"] > 0
+    assert caches() == before and before["fa3.calls.prepare.prepare_call"] > 0
 
 
 # ---------------------------------------------------------------------------------- signature

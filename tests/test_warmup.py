@@ -15,7 +15,7 @@ from test_latest import operand
 import fa3
 from fa3.__main__ import main
 from fa3.calls.call import MOST_FORWARD_TILES, AttentionCall
-from fa3.calls.decode import plan_decode
+from fa3.calls.execution import plan_decode
 from fa3.calls.options import Options
 from fa3.kernels.append import Append
 from fa3.kernels.combine import Combine

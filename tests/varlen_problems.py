@@ -13,8 +13,7 @@ from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
 
 import fa3
-from fa3.calls.decode import PreparedDecode
-from fa3.calls.packed_calls import PackedCall
+from fa3.calls.execution import PackedCall, PreparedPlan
 from fa3.planning import routes
 from fa3.planning.gpu import H200
 from fa3.planning.routes import CACHE, DECODE, PACKED, Signature
@@ -95,7 +94,7 @@ def note_attending(monkeypatch) -> list:
     alone, "beside" where it has other sequences than the forward kernel, "forward"."""
     found: list = []
 
-    def of_packed(call, operands, sizes, *rest):
+    def of_packed(call, values, sizes):
         route = call.signature.route(sizes)
         if route.name == DECODE:
             found.append(call.decode_plan(route.most_queries, False).sizes.seqlen_q)
@@ -112,7 +111,7 @@ def note_attending(monkeypatch) -> list:
         monkeypatch.setattr(kind, "attend", noted)
 
     watch(PackedCall, of_packed)
-    watch(PreparedDecode, lambda call, *given: found.append(call.plan.sizes.seqlen_q))
+    watch(PreparedPlan, lambda call, *given: found.append(call.plan.sizes.seqlen_q))
     return found
 
 

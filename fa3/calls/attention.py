@@ -1,15 +1,12 @@
 """What the public functions share: from tensors and options to out and the log-sum-exp.
 
-What follows from a call's shapes, strides, types and options is worked out once and remembered, so
-that a repeated call costs a look-up, the allocation of its outputs and the launches. The latest
-calls are found again without describing their tensors (`fa3.calls.latest`). Lengths on a GPU are
-read there only. CPU tensors go to the reference.
+What follows from a call's shapes, strides, types and options is worked out once and remembered
+(`fa3.calls.prepare`). The latest calls are found again without describing their tensors
+(`fa3.calls.latest`). Lengths on a GPU are read there only. CPU tensors go to the reference.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -24,20 +21,17 @@ from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
     ALIGNMENTS,
     ENDS_Q,
-    MOST_RAGGED_ROWS,
     NAMES_BY_KIND,
-    OF_INTEGERS,
     OUT,
     SINKS,
     SLOPES,
     TENSORS,
     USED_Q,
     WITH_GRADIENT,
-    AttentionCall,
     K,
     Q,
+    Tensors,
     V,
-    check_tensors,
     check_totals,
     describe_tensors,
     have_one_batch,
@@ -51,12 +45,9 @@ from fa3.calls.latest import FastPath
 from fa3.calls.modifiers import function_names, functions_of, modifier_tensors
 from fa3.calls.operands import (
     ALIGNMENT,
-    CheckOfAddresses,
-    Outputs,
     addresses,
     check_writable,
     describe,
-    hide_all_keys,
     used_queries,
 )
 from fa3.calls.operators import trace_attention
@@ -71,138 +62,16 @@ from fa3.calls.options import (
     note_on_order,
     options_of,
 )
-from fa3.calls.packed_calls import PackedCall
-from fa3.calls.scales import Scales
+from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
 from fa3.calls.scheduler_metadata import check_metadata
 from fa3.calls.values import checked_integers
 from fa3.complaints import kind_of
-from fa3.planning.routes import PackedSizes
-from fa3.primitives.cache_blocks import CacheTables
-from fa3.problem import AttentionSpec, Problem, Window
-from fa3.reference.dropout import Dropout
-from fa3.reference.steps import NO_TABLES
-from fa3.reference.walker import RaggedOperands
-from fa3.settings import check_settings
 
 MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k
 
-Tensors = tuple[torch.Tensor | None, ...]
-"""The `TENSORS` of a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAttention:
-    """What calls of a description lead to, whatever the lengths of packed tensors are."""
-
-    description: AttentionCall
-    # How they run, with a method `attend`; None if there is no key, or no query.
-    kernels: Any
-    outputs: Outputs
-    # Checks that what is written shares no memory with other tensors; None if nothing of the
-    # caller's is written.
-    overlaps: CheckOfAddresses | None
-    scale: float  # the softmax scale if the call names none
-    most_queries: int = MOST_RAGGED_ROWS  # rows of packed queries that 32 bits count
-    # Of calls that may have a gradient: the problem, of packed sequences the spec and the window.
-    problem: Problem | tuple[AttentionSpec, Window] | None = None
-    num_sms: int = 0  # SMs that a backward pass may use
-    scales: Scales | None = None  # of calls with FP8 tensors
-    # Appends to the cache and rotates: gives the queries, the lengths, and keys beyond those.
-    append: Any = None
-    has_host_integers: bool = False  # whether an int32 tensor is on the CPU
-    capacity: int | None = None  # length of each sequence in a call on a cache without lengths
-
-    @classmethod
-    def of(
-        cls, call: AttentionCall, described: tuple, options: Options, kernels: Any, **rest: Any
-    ) -> "PreparedAttention":
-        """What follows from a valid call for all kinds of calls."""
-        names, appends = function_names(options), rest.get("append") is not None
-        return cls(
-            call,
-            kernels,
-            Outputs.of(call.out_shape, call.lse_shape, call.q, call.is_packed),
-            call.overlaps(described, names, appends),
-            scale=call.head_dim**-0.5,
-            has_host_integers=any(
-                x is not None and x.device.type == "cpu" for x in call[OF_INTEGERS]
-            ),
-            capacity=call.capacity if call.has_cache and call.seqused_k is None else None,
-            **rest,
-        )
-
-    def attend(
-        self,
-        tensors: Tensors,  # the int32 ones on q's device
-        modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
-        scale: float,
-        dropout: Dropout | None,
-        longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
-        returns_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append, and write out, or a new tensor; return it with the log-sum-exp."""
-        (
-            q, k, v, _, _, _, _, used_k, batch_idx, leftpad, pages, _, ends_q, _, used_q, ends_k,
-            scale_q, scale_k, scale_v, _, sinks, out,
-        ) = tensors  # fmt: skip
-        is_new, lse, descales, seqlen_new = out is None, None, None, 0
-        if out is None:
-            out = self.outputs.allocate(q)
-        if returns_lse:
-            lse = self.outputs.allocate_lse(q)
-        if self.scales is not None:
-            batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
-            descales = self.scales.of(batch, scale_q, scale_k, scale_v)
-        if self.append is not None:
-            q, used_k, seqlen_new = self.append.run(tensors, out if is_new else None, descales)
-        tables, sizes = NO_TABLES, None
-        if ends_q is not None and not q.shape[0]:
-            return out, lse
-        if self.kernels is None:
-            if ends_q is None or ends_q.shape[0] > 1:
-                hide_all_keys(out, lse, sinks, ends_q, used_q)
-            return out, lse
-        # In half the time that the class itself takes.
-        operands = tuple.__new__(
-            RaggedOperands, (q, k, v, out, lse, ends_q, ends_k, used_q, used_k)
-        )
-        if not (batch_idx is leftpad is pages is None):
-            tables = CacheTables(batch_idx, leftpad, pages)
-        if ends_q is not None and isinstance(self.kernels, PackedCall):
-            sizes = self.sizes(q, k, ends_q.shape[0] - 1, longest)
-        self.kernels.attend(
-            operands, sizes, modifiers, scale, dropout, tables, seqlen_new, descales
-        )
-        return out, lse
-
-    def sizes(
-        self, q: torch.Tensor, k: torch.Tensor, batch: int, longest: tuple[int, int] | None
-    ) -> PackedSizes:
-        """What the host knows of the lengths of packed queries, and of their keys."""
-        total_q, heads, _ = q.shape
-        if longest is None:
-            total_k, longest_q, longest_k = 0, self.description.seqlen_q, self.description.capacity
-        else:
-            total_k = k.shape[0]
-            longest_q, longest_k = min(longest[0], total_q), min(longest[1], total_k)
-        return PackedSizes(batch, heads, total_q, total_k, longest_q, longest_k)
-
-
-def checked_call(described: tuple, options: Options) -> AttentionCall:
-    """The call of these tensors; raises unless they fit together."""
-    check_settings()
-    call = AttentionCall.of(described, options.kind, options.max_seqlen_q)
-    check_tensors(call)
-    if options.metadata is not None:
-        options.metadata.check_call(call, options)
-    return call
-
 
 def describe_call(
-    prepare: Callable[[tuple, Options], PreparedAttention],
-    tensors: Tensors,
-    options: Options,
-    latest: FastPath,
+    tensors: Tensors, options: Options, latest: FastPath
 ) -> tuple[PreparedAttention, Sequence[int]]:
     """What these tensors and options lead to, and where the tensors begin.
 
@@ -213,7 +82,7 @@ def describe_call(
         came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
         raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
     described = describe_tensors(kind, tensors, names)
-    call = of_any_lengths(prepare, described, options)
+    call = of_any_lengths(prepare_call, described, options)
     for place in (OUT, K, V) if call.append is not None else (OUT,):
         if tensors[place] is not None:
             check_writable(call.description.name(TENSORS[place]), tensors[place])
@@ -232,9 +101,6 @@ ARGUMENTS = (
 
 def run_call(
     kind: str,
-    prepare: Callable[
-        [tuple, Options], PreparedAttention
-    ],  # for calls of a description and options
     tensors: Tensors,
     values: tuple,  # the options, as `options_of` takes them
     arguments: tuple,  # the `ARGUMENTS`; a number in place of cache_seqlens is `cache_length`
@@ -276,7 +142,7 @@ def run_call(
     )
     call, begins = latest.find(everything)
     if call is None or (kind == PACKED and not have_one_batch(tensors)):
-        call, begins = describe_call(prepare, everything, options, latest)
+        call, begins = describe_call(everything, options, latest)
     batch = 0
     if tensors[ENDS_Q] is not None:
         batch = tensors[ENDS_Q].shape[0] - 1
@@ -309,11 +175,6 @@ def run_call(
     lengths = lengths_of(tensors)
     differentiable = DifferentiableCall(attend, backward, lengths, dropout, returns_lse)
     return attend_differentiably(differentiable, q, k, v, *(read or ()))
-
-
-def query_step(options: Options) -> int:
-    """Rotary positions from a query to the next: 1, or 0 if all queries share one."""
-    return int(options.window != Window())
 
 
 def check_scores_of(tensors: Tensors, scale: float) -> None:

@@ -129,6 +129,9 @@ MOST_RAGGED_ROWS = 1 << 29
 
 Made = TypeVar("Made")
 
+Tensors = tuple[torch.Tensor | None, ...]
+"""The `TENSORS` of a call."""
+
 Described = tuple[Operand | None, ...]
 """What each of the `TENSORS` is like; None where none is given."""
 

@@ -21,14 +21,9 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(properties.name, properties.multi_processor_count, like.l2_bytes)
 
 
-def sms_of(device: torch.device, sm_margin: int) -> int:
-    """SMs that a call on a device may use; on the CPU an H200's."""
-    gpu = H200 if device.type == "cpu" else gpu_of(device)
-    return reserve_sms(gpu, sm_margin).num_sms
-
-
-def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
-    """The GPU without the SMs that the caller keeps for other work."""
+def gpu_for_call(device: torch.device, sm_margin: int = 0) -> Gpu:
+    """The GPU that a call on a device may use, an H200 for the CPU, without `sm_margin` SMs."""
+    gpu = gpu_of(device) if device.type == "cuda" else H200
     if not 0 <= sm_margin < gpu.num_sms:
         raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")
     return replace(gpu, num_sms=gpu.num_sms - sm_margin)

@@ -4,87 +4,17 @@ How a call runs is worked out once for its shapes, strides, types and options, a
 (`fa3.calls.attention`).
 """
 
-import functools
-from dataclasses import fields
-from typing import Any, NamedTuple
-
 import torch
 
 from fa3.calls import operators
-from fa3.calls.attention import PreparedAttention, checked_call, run_call
-from fa3.calls.call import Described
-from fa3.calls.decode import PreparedDecode
-from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.launcher import Prepared, lse_address
-from fa3.calls.options import DENSE, Options, check_hashable
-from fa3.calls.scales import Scales
-from fa3.calls.tuned_plans import plan_call
+from fa3.calls.attention import run_call
+from fa3.calls.options import DENSE, check_hashable
 from fa3.complaints import shown
-from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import H200
-from fa3.planning.plan import Plan, check_plan
-from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
-from fa3.planning.routes import ZEROS, choose_dense
-from fa3.primitives.cache_blocks import CacheTables
-from fa3.primitives.dropout import DropoutArguments
-from fa3.problem import NO_BOUND, REMEMBERED, Problem
-from fa3.reference.dropout import Dropout
-from fa3.reference.steps import execute
-from fa3.reference.walker import RaggedOperands
-from fa3.running.graphs import Table
+from fa3.planning.plan import Plan
+from fa3.planning.planner import ScheduleChoice
+from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
-
-
-class PreparedForward(NamedTuple):
-    """How calls of a description run in the forward kernel."""
-
-    plan: Plan
-    prepared: Prepared | None  # its launches; None on the CPU
-
-    def attend(
-        self,
-        operands: RaggedOperands,  # dense ones
-        sizes: None,
-        modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
-        scale: float,
-        dropout: Dropout | None,
-        tables: CacheTables,
-        seqlen_new: int,
-        descales: tuple[torch.Tensor, ...] | None,  # of FP8 tensors
-    ) -> None:
-        """Write out and, unless it is None, the log-sum-exp."""
-        if self.prepared is None:
-            execute(self.plan, operands[:5], scale, modifiers, dropout, descales)
-            return
-        drawn = None if dropout is None else dropout.arguments
-        self.prepared.run(values_of_dense(*operands[:5], modifiers, scale, drawn, descales))
-
-
-def values_of_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    modifiers: tuple[torch.Tensor, ...] | None,
-    softmax_scale: float,
-    dropout: DropoutArguments | None = None,
-    descales: tuple[torch.Tensor, ...] | None = None,
-) -> dict[str, Any]:
-    """Return what launches of a `Plan` take of a call."""
-    return {
-        "q": q, "k": k, "v": v, "o": out, "lse": lse_address(lse), "modifiers": modifiers,
-        "softmax_scale": softmax_scale, "dropout": dropout, "descales": descales,
-    }  # fmt: skip
-
-
-def prepare_plan(plan: Plan, device: torch.device, is_recorded: bool = False) -> Prepared:
-    """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
-    table = None
-    if plan.schedule.table is not None:
-        table = Table.upload(plan.schedule.table, device)
-    return Prepared.of(plan.launches(is_recorded), plan.memory, table)
 
 
 @operators.registers
@@ -203,7 +133,7 @@ def flash_attn_func(
     arguments = (
         softmax_scale, window_size, score, mask, rng_state, None, None, None, None, schedule, plan,
     )  # fmt: skip
-    return run_call(DENSE, prepare_forward, tensors, options, arguments)
+    return run_call(DENSE, tensors, options, arguments)
 
 
 def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
@@ -211,68 +141,3 @@ def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
     check_hashable("schedule", schedule)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def prepare_forward(described: Described, options: Options) -> PreparedAttention:
-    """Validate calls of this description, plan them and load their kernels."""
-    call = checked_call(described, options)
-    problem, pack_gqa, schedule, plan = (
-        call.problem(options), options.pack_gqa, options.schedule, options.plan,
-    )  # fmt: skip
-    on_gpu, is_planned = call.q.device.type == "cuda", not (schedule is plan is None)
-    gpu = gpu_of(call.q.device) if on_gpu else H200
-    if plan is None:
-        gpu = reserve_sms(gpu, options.sm_margin)
-    elif schedule is not None:
-        raise ValueError("schedule must be None when plan is given: a plan has a schedule")
-    elif options.sm_margin:
-        raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
-    else:
-        check_plan(plan)
-        check_same_problem(plan, problem)
-    if pack_gqa and is_planned:
-        raise ValueError(
-            "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
-        )
-    if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
-        # There is no tile, so no plan either.
-        schedule_name(schedule)
-        return PreparedAttention.of(call, described, options, None, problem=problem)
-    if not is_planned:
-        plan = (plan_call if on_gpu else plan_dense)(problem, gpu, pack_gqa)
-    elif plan is None:
-        plan = plan_forward(problem, gpu, schedule=schedule)
-    kernels: Any = None
-    if isinstance(plan, DecodePlan):
-        kernels = PreparedDecode.of(plan, on_gpu)
-    else:
-        gpu = plan.gpu
-        kernels = PreparedForward(plan, prepare_plan(plan, call.q.device) if on_gpu else None)
-    scales = None
-    if call.is_fp8:
-        scales = Scales.on(call.q.device, call.heads_kv, True)
-    return PreparedAttention.of(
-        call, described, options, kernels, problem=problem, num_sms=gpu.num_sms, scales=scales
-    )
-
-
-def check_same_problem(plan: Plan, problem: Problem) -> None:
-    """Raise unless a plan is one of this problem."""
-    made, asked = sizes_and_spec(plan.problem), sizes_and_spec(problem)
-    differing = [name for name in asked if made[name] != asked[name]]
-    if differing:
-        ours, theirs = (
-            ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, made)
-        )
-        raise ValueError(f"plan was made for {theirs}; the call has {ours}")
-
-
-def sizes_and_spec(problem: Problem) -> dict[str, object]:
-    """All that a problem says, by name."""
-    return {
-        field.name: getattr(owner, field.name)
-        for owner in (problem, problem.spec)
-        for field in fields(owner)
-        if field.name != "spec"
-    }

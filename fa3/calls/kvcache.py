@@ -1,33 +1,17 @@
 """Attention to a key/value cache: `flash_attn_with_kvcache`, and packed queries on pages.
 
 A call appends in one launch (`kernels.append`) and attends in one or more
-(`fa3.calls.packed_calls`). Lengths are read on the device only, so a captured CUDA graph goes on
+(`fa3.calls.execution`). Lengths are read on the device only, so a captured CUDA graph goes on
 decoding as they grow.
 """
-
-import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
 from fa3.calls import operators
-from fa3.calls.attention import PreparedAttention, checked_call, query_step, run_call
-from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall, Described
-from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.operands import DTYPES
-from fa3.calls.options import CACHED, Options, by_either_name, integer, share_heads
-from fa3.calls.packed_calls import prepare_on_cache
-from fa3.calls.scales import Scales
+from fa3.calls.attention import run_call
+from fa3.calls.options import CACHED, by_either_name, integer, share_heads
 from fa3.calls.scheduler_metadata import SchedulerMetadata
-from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
-from fa3.planning.gpu import H200
-from fa3.primitives.vectors import VECTOR
-from fa3.problem import NO_BOUND, REMEMBERED
-from fa3.reference.append import HostAppend
-from fa3.running.compiler import load_kernel
+from fa3.problem import NO_BOUND
 
 
 @operators.registers
@@ -195,125 +179,4 @@ def flash_attn_with_kvcache(
         softmax_scale, window_size, None, None, None, max_seqlen_q, None, scheduler_metadata,
         length, None, None,
     )  # fmt: skip
-    return run_call(CACHED, prepare_cache_call, tensors, options, arguments)
-
-
-arguments_of_append = itemgetter(*AppendArguments._fields)  # picks them from values by name
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAppend:
-    """Appends to the caches of calls of a description, and rotates their queries."""
-
-    kernel: Callable
-    query_step: int  # 1 if each query has a rotary position of its own, 0 if they share one
-    # Whether rotated queries may be in the output's memory, which has the same shape. The decode
-    # kernel writes a row of O where it has read this row of Q, or when all that read it have. Where
-    # queries are packed, the forward kernel may attend to them too: it reads Q twice, and when it
-    # computes failed rows once more, O has been written.
-    rotates_in_out: bool
-
-    def run(
-        self,
-        tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
-        out: torch.Tensor | None,  # None if it is the caller's
-        # Of keys and values in an FP8 cache; queries are in 16 bits.
-        descales: tuple[torch.Tensor, ...] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Append k and v to the caches.
-
-        Returns:
-            the queries, rotated if there are rotary tables; the lengths, with the new tokens if
-            sequences get different numbers of them, or have different numbers of queries; keys that
-            each sequence has beyond those.
-        """
-        (
-            q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
-            turns, _, _, _, _, _, _, _, _,
-        ) = tensors  # fmt: skip
-        total, seqlen_new = None, 0
-        if ends_new is ends_q is None:
-            seqlen_new = k.shape[1]
-        else:
-            total = seqlens.new_empty(seqlens.shape[0])
-        values = {
-            "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "seqlens": seqlens,
-            "new_seqlens": total, "cu_seqlens": ends_new, "batch_idx": batch_idx,
-            "page_table": pages, "q": None, "rotated": None, "cos": cos, "sin": sin,
-            "cu_seqlens_q": None, "rotary_seqlens": turns, "query_step": self.query_step,
-            "descales": descales,
-        }  # fmt: skip
-        if cos is not None:
-            rotated = out
-            if rotated is None or not self.rotates_in_out:
-                rotated = q.new_empty(*q.shape)
-            values |= {"q": q, "rotated": rotated, "cu_seqlens_q": ends_q}
-            q = rotated
-        self.kernel(*arguments_of_append(values))
-        return q, seqlens if total is None else total, seqlen_new
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def prepare_cache_call(described: Described, options: Options) -> PreparedAttention:
-    """Validate calls of this description, and load their kernels.
-
-    Args:
-        described: the tensors `without_lengths`.
-    """
-    call = checked_call(described, options)
-    if options.metadata is not None:
-        options = options.metadata.applied_to(options)
-    on_gpu = call.q.device.type == "cuda"
-    reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
-    has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
-    append, kernels, scales, most = None, None, None, MOST_RAGGED_ROWS
-    if has_room and call.k_new is not None and call.batch:
-        kernel = append_kernel(call, options.rotary_interleaved)
-        in_out = not call.is_packed and call.head_dim == call.head_dim_v
-        kernel = load_kernel(kernel) if on_gpu else HostAppend(kernel)
-        append = PreparedAppend(kernel, query_step(options), in_out)
-        most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
-    if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        kernels = prepare_on_cache(call, options)
-    if call.has_fp8_cache:
-        scales = Scales.on(call.q.device, call.heads_kv, call.has_fp8_q)
-    return PreparedAttention.of(
-        call, described, options, kernels, most_queries=most, scales=scales, append=append
-    )
-
-
-def check_vectors(call: AttentionCall) -> None:
-    """Raise if the kernel that appends cannot count what it copies and turns."""
-    for name, operand in (("k", call.k_new), ("q", call.q)):
-        *rows, heads, _ = operand.shape
-        if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:
-            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
-
-
-def vectors_of_row(call: AttentionCall, heads: int) -> int:
-    """Vectors of 16 bytes in a row of heads."""
-    return heads * max(call.head_dim, call.head_dim_v) // VECTOR
-
-
-def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
-    """The kernel that appends k and v of this call."""
-    check_vectors(call)
-    rotary = None
-    if call.rotary_cos is not None:
-        dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
-        rotary = Rotary(2 * call.rotary_cos.shape[1], bool(rotary_interleaved), dtype)
-    return Append(
-        DTYPES[call.k_new.dtype],
-        call.head_dim,
-        call.head_dim_v,
-        paged=call.page_table is not None,
-        batch_indexed=call.cache_batch_idx is not None,
-        ragged=call.cu_seqlens_k_new is not None,
-        rotary=rotary,
-        packed=call.is_packed and rotary is not None,
-        turned=call.rotary_seqlens is not None,
-        # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
-        # forward kernel's tiles is made of lengths too (`fa3.calls.packed_calls`).
-        writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
-        fp8=call.has_fp8_cache,
-    )
+    return run_call(CACHED, tensors, options, arguments)

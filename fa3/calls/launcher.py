@@ -91,8 +91,3 @@ class Prepared(NamedTuple):
         if workspace:
             stream_memory.give_back_parts(kept)
         return None
-
-
-def lse_address(lse: torch.Tensor | None) -> int:
-    """Return where kernels write the log-sum-exp; 0 for nowhere."""
-    return 0 if lse is None else lse.data_ptr()

@@ -48,7 +48,7 @@ from fa3.calls.call import (
     of_any_lengths,
     placed_tensors,
 )
-from fa3.calls.devices import sms_of
+from fa3.calls.devices import gpu_for_call
 from fa3.calls.dropout import draw_rng_state, dropout_of
 from fa3.calls.eager import check_undifferentiated
 from fa3.calls.modifiers import functions_of, modifier_tensors
@@ -390,7 +390,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     if longest is not None and is_visible(lengths[0]):
         check_lengths(lengths, (len(q), len(k)), longest)
     scale = check_scale(call["softmax_scale"], q.shape[-1])
-    num_sms = sms_of(q.device, call["sm_margin"])
+    num_sms = gpu_for_call(q.device, call["sm_margin"]).num_sms
     backward = BackwardCall(problem, longest, scale, call["deterministic"], num_sms)
     wanted = Wanted(sinks=sinks is not None, fp32_dkv=call["fp32_dkv"])
     read = modifier_tensors(slopes, function_tensors, sinks) or ()

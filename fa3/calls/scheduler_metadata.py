@@ -14,7 +14,7 @@ import torch
 
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS, AttentionCall
-from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.devices import gpu_for_call
 from fa3.calls.operands import (
     DTYPES,
     FP8_DTYPE,
@@ -34,7 +34,6 @@ from fa3.calls.options import (
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths
 from fa3.complaints import kind_of
 from fa3.planning.decode import Sizes, whole_tiles_suffice
-from fa3.planning.gpu import H200, Gpu
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.sequences import LONGEST
@@ -233,7 +232,7 @@ def get_scheduler_metadata(
     packed = cu_seqlens_q, cu_seqlens_k, seqused_q, used_k
     check_entries(dict(zip(LENGTHS_OF_PACKED, packed, strict=True)), calls.batch)
     check_lengths(packed, (MOST_RAGGED_ROWS, MOST_RAGGED_ROWS), longest)
-    gpu = reserve_sms(gpu_of_calls(cache_seqlens), calls.sm_margin)
+    gpu = gpu_for_call(device_of_calls(cache_seqlens), calls.sm_margin)
     if calls.has_packed_keys:
         return calls
     in_cache = cache_seqlens, cu_seqlens_k_new, cache_leftpad
@@ -351,10 +350,10 @@ def check_calls(calls: SchedulerMetadata) -> None:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
 
 
-def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
-    """The GPU of the calls: where the lengths are, else the current one."""
+def device_of_calls(cache_seqlens: int | torch.Tensor | None) -> torch.device:
+    """The device of the calls: where the lengths are if that is a GPU, else the current GPU."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type == "cuda":
-        return gpu_of(cache_seqlens.device)
+        return cache_seqlens.device
     if torch.cuda.is_available():
-        return gpu_of(torch.device("cuda", torch.cuda.current_device()))
-    return H200
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -4,23 +4,13 @@ Lengths on a GPU are read there only. What follows from heads, types and options
 and remembered, whatever totals and sequences are (`fa3.calls.attention`).
 """
 
-import functools
-
 import torch
 
 from fa3.calls import operators
-from fa3.calls.attention import PreparedAttention, checked_call, run_call
-from fa3.calls.call import Described
-from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.kvcache import prepare_cache_call
-from fa3.calls.options import PACKED, PAGED, Options, by_either_name, share_heads
-from fa3.calls.packed_calls import packed_call
-from fa3.calls.scales import Scales
+from fa3.calls.attention import run_call
+from fa3.calls.options import PACKED, PAGED, by_either_name, share_heads
 from fa3.calls.scheduler_metadata import SchedulerMetadata
-from fa3.planning import routes
-from fa3.planning.gpu import H200
-from fa3.planning.routes import Signature
-from fa3.problem import NO_BOUND, REMEMBERED
+from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
@@ -151,10 +141,10 @@ def flash_attn_varlen_func(
     if not (block_table is s_aux is None):
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
-    kind, prepare = PACKED, prepare_varlen
+    kind = PACKED
     if page_table is not None:
         check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
-        kind, prepare = PAGED, prepare_cache_call
+        kind = PAGED
     tensors = (
         q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
         None, seqused_q, cu_seqlens_k, q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
@@ -168,7 +158,7 @@ def flash_attn_varlen_func(
         softmax_scale, window_size, score, mask, rng_state, max_seqlen_q, max_seqlen_k,
         scheduler_metadata, None, None, None,
     )  # fmt: skip
-    return run_call(kind, prepare, tensors, options, arguments)
+    return run_call(kind, tensors, options, arguments)
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
@@ -182,28 +172,3 @@ def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
     for name, given in (("dropout_p", dropout_p or None), ("rng_state", rng_state)):
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def prepare_varlen(described: Described, options: Options) -> PreparedAttention:
-    """Validate calls of this description, and load their kernels.
-
-    Args:
-        described: the tensors `without_lengths`.
-    """
-    call = checked_call(described, options)
-    if options.metadata is not None:
-        options = options.metadata.applied_to(options)
-    problem = spec, window = call.packed_spec(options)
-    on_gpu = call.q.device.type == "cuda"
-    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
-    signature = Signature(
-        routes.PACKED, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
-        has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
-        has_gradients=options.has_gradient, num_splits=options.num_splits,
-    )  # fmt: skip
-    scales = Scales.on(call.q.device, call.heads_kv, True) if spec.is_fp8 else None
-    kernels = packed_call(signature, on_gpu)
-    return PreparedAttention.of(
-        call, described, options, kernels, problem=problem, num_sms=gpu.num_sms, scales=scales
-    )

@@ -12,11 +12,10 @@ from torch import Tensor
 from fa3.calls.autograd import DifferentiableCall
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import describe_tensors, of_any_lengths, placed_tensors
-from fa3.calls.devices import sms_of
-from fa3.calls.forward import prepare_forward
+from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import DENSE, PACKED, Options, check_scale
-from fa3.calls.varlen import prepare_varlen
+from fa3.calls.prepare import prepare_call
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 
@@ -94,10 +93,10 @@ class KeyPart:
         options, softmax_scale, deterministic, has_gradient = self.asked
         scale, longest = check_scale(softmax_scale, q.shape[-1]), None
         ends: Any = (None, None)
-        kind, prepare = DENSE, prepare_forward
+        kind = DENSE
         if self.lengths is not None:
             *ends, longest = self.lengths
-            kind, prepare = PACKED, prepare_varlen
+            kind = PACKED
 
         def named(q, k, v, modifiers, out):
             slopes, sinks = modifiers
@@ -109,13 +108,13 @@ class KeyPart:
 
         described = describe_tensors(kind, named(q, k, v, modifiers, None))
         options = options._replace(has_gradient=has_gradient)
-        call: Any = of_any_lengths(prepare, described, options)
+        call: Any = of_any_lengths(prepare_call, described, options)
 
         def attend(*given):
             read = modifier_tensors(given[3][0], (), given[3][1])
             return call.attend(named(*given), read, scale, None, longest, True)
 
-        num_sms = sms_of(q.device, options.sm_margin)
+        num_sms = gpu_for_call(q.device, options.sm_margin).num_sms
         backward = BackwardCall(call.problem, longest, scale, deterministic, num_sms)
         return DifferentiableCall(attend, backward, (*ends, None, None), None, True)
 

@@ -1,6 +1,6 @@
 """Decode attention for Hopper: a few queries of each sequence against the keys in its cache.
 
-`fa3.calls.decode` launches it on the caller's tensors, which receive O and the log-sum-exps.
+`fa3.calls.execution` launches it on the caller's tensors, which receive O and the log-sum-exps.
 Reading K and V once takes nearly all the time, so every SM must read equally much, throughout.
 A tile is up to 64 query rows of one key/value head of one sequence: all its query heads and
 positions. The key blocks of all tiles are cut into one piece for each CTA (`schedules.stream_k`),

@@ -1,6 +1,6 @@
 """Shared-tile table: from the lengths of short packed sequences, what each row and each tile sees.
 
-`fa3.calls.packed_calls` launches it before the forward kernel that walks `MultiSequenceTiles`. It
+`fa3.calls.execution` launches it before the forward kernel that walks `MultiSequenceTiles`. It
 reads the lengths from device memory, so that the host need not wait for them, and writes three
 tables: the `RowRecord` of each row, which the mask reads (`fa3.scores.intervals`), the
 `MultiSequenceRecord` of each tile, and a `TileRecord` of each sequence, for rows that are computed

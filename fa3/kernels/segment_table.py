@@ -1,6 +1,6 @@
 """Segment table: the tile table, and segments of its tiles, some of which are split.
 
-`fa3.calls.packed_calls` launches it instead of `fa3.kernels.tile_table` where whole tiles would
+`fa3.calls.execution` launches it instead of `fa3.kernels.tile_table` where whole tiles would
 leave SMs idle. It reads the lengths from device memory and writes two tables. The first is the tile
 table. The second has, like the tables that the host cuts (`fa3.schedules.split`), a column of
 segments for each CTA of the forward kernel, which `RaggedSegments` walks.

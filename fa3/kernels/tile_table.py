@@ -1,6 +1,6 @@
 """Tile table: from the lengths of packed sequences, the tiles of a kernel in their order.
 
-`fa3.calls.packed_calls` launches it before the forward kernel, whose tiles are of queries, and
+`fa3.calls.execution` launches it before the forward kernel, whose tiles are of queries, and
 `fa3.calls.backward` before the backward kernel, whose tiles are of keys. It reads the
 lengths from device memory, so that the host need not wait for them, and writes the table that
 `RaggedTiles` or `RaggedKeyTiles` walks: a record of every tile, sequence by sequence, those whose

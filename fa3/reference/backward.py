@@ -86,7 +86,8 @@ def execute_backward(
         sequence. A row that sees no key gets 0 and adds nothing, whatever came for it.
     """
     q, k, v, out, lse, d_out, d_lse = batched(operands)
-    walk = Walker(spec, window, (q, k, v, out, lse), softmax_scale, tensors, dropout)
+    values = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "softmax_scale": softmax_scale}
+    walk = Walker(spec, window, values | {"modifiers": tensors, "dropout": dropout})
     is_empty = lse == -torch.inf
     # exp2(score - inf) is the 0 that all P of an empty row are.
     lse = lse.masked_fill(is_empty, torch.inf)
@@ -106,11 +107,11 @@ def execute_backward(
         for rows, is_masked in query_blocks(walk, place, head_kv, positions):
             batch, queries, head = rows.place
             q_block, d_out_block = q[rows.place].float(), d_out[rows.place].float()
-            values, kept, slope = walk.logits(
+            scores, kept, slope = walk.logits(
                 rows, positions, q_block, k_tile, softmax_scale, is_masked, has_slope=True
             )
             kept = kept if dropout is None else kept / dropout.kept
-            p = torch.exp2((values - lse[batch, head, queries, None]) * LOG2_E)
+            p = torch.exp2((scores - lse[batch, head, queries, None]) * LOG2_E)
             acc_dV += walk.rounded(p * kept).T @ d_out_block
             if wanted.q or wanted.k:
                 dP = d_out_block @ v_tile.T * kept

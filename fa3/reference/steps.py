@@ -7,13 +7,14 @@ overlaps Q K^T of the next. Here the row max is always online, so no tile is rec
 sequence runs through the plan that it would get as a batch of one, where on a GPU short ones may
 share tiles. The walker merges the parts of a tile in the order of its keys, as combine does.
 
-    for step in steps(plan):                             # watch the walk
+    for step in steps(plan):  # watch the walk
         print(step)
-    execute(plan, (q, k, v, out, lse), softmax_scale)    # run it
+    execute(plan, {"q": q, "k": k, "v": v, "o": out, "lse": lse, "softmax_scale": 0.1})
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -25,10 +26,9 @@ from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Problem
-from fa3.reference.dropout import Dropout
 from fa3.reference.walker import (
     HostTensor,
-    RaggedOperands,
+    PackedLengths,
     SequenceRows,
     Step,
     Walker,
@@ -40,7 +40,6 @@ from fa3.schedules.stream_k import segments
 from fa3.scores.masks import Blocks, Intersection
 from fa3.scores.scores import bind
 
-NO_TABLES = CacheTables(None, None, None)  # of sequences that are packed, or a whole cache each
 NO_BLOCKS = Blocks(0, 0, 0, 0)
 
 
@@ -83,48 +82,34 @@ def steps(
             yield Step(segment, *work, config.tile_n, cluster, rank)
 
 
-def execute(
-    plan: Plan,
-    # operands, softmax_scale, tensors, dropout, descales: see `fa3.reference.walker.Walker`.
-    operands: tuple[torch.Tensor | None, ...],
-    softmax_scale: float,
-    tensors: tuple[torch.Tensor, ...] | None = None,
-    dropout: Dropout | None = None,
-    descales: tuple[torch.Tensor, ...] | None = None,
-) -> None:
-    """Run a plan on the CPU tensors of its problem.
+def execute(plan: Plan, values: Mapping[str, Any]) -> None:
+    """Run a plan on the CPU tensors of its problem, which `Walker` names.
     A row that sees no key gets 0 with log-sum-exp -inf, or with its sink."""
-    problem = plan.problem
-    call = Walker(
-        problem.spec, problem.window, operands, softmax_scale, tensors, dropout, descales=descales
-    )
+    call = Walker(plan.problem.spec, plan.problem.window, values)
     call.run(steps(plan, call.tensors))
 
 
-def execute_packed(
-    signature: Signature,
-    operands: RaggedOperands,  # without cu_seqlens_k, k and v are a cache
-    # softmax_scale, tensors, dropout, page_table, descales: see `fa3.reference.walker.Walker`.
-    softmax_scale: float,
-    tensors: tuple[torch.Tensor, ...] | None = None,
-    dropout: Dropout | None = None,
-    short_queries: int = 0,  # sequences with so many queries or fewer are left out
-    page_table: torch.Tensor | None = None,
-    descales: tuple[torch.Tensor, ...] | None = None,
-) -> None:
-    """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are."""
+def execute_packed(signature: Signature, values: Mapping[str, Any], short_queries: int = 0) -> None:
+    """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
+
+    Args:
+        values: as `Walker` names them, and the `PackedLengths`. Without cu_seqlens_k, k and v are a
+            cache.
+        short_queries: sequences with so many queries or fewer are left out.
+    """
     spec, window = signature.spec, signature.window
-    walk = Walker(spec, window, operands[:5], softmax_scale, tensors, dropout, page_table, descales)
-    has_cache = operands.cu_seqlens_k is None
+    walk = Walker(spec, window, values)
+    lengths = PackedLengths(*(values[name] for name in PackedLengths._fields))
+    has_cache = lengths.cu_seqlens_k is None
     heads_q, heads_kv = walk.q.shape[2], walk.k.shape[2]
-    if has_cache and operands.seqused_k is not None:
+    if has_cache and lengths.seqused_k is not None:
         # The host may not have checked them.
-        pages = 1 if page_table is None else page_table.shape[1]
-        operands = operands._replace(
-            cu_seqlens_q=operands.cu_seqlens_q.clamp(0, len(operands.q)),
-            seqused_k=operands.seqused_k.clamp(0, capacity_of(operands.k.shape[1], pages)),
+        pages = 1 if walk.page_table is None else walk.page_table.shape[1]
+        lengths = lengths._replace(
+            cu_seqlens_q=lengths.cu_seqlens_q.clamp(0, len(values["q"])),
+            seqused_k=lengths.seqused_k.clamp(0, capacity_of(walk.k.shape[1], pages)),
         )
-    for one in operands.lengths.sequences():
+    for one in lengths.sequences():
         if len(one.q) <= short_queries:
             continue
         if has_cache:
@@ -136,40 +121,33 @@ def execute_packed(
         walk.run(steps(plan, walk.tensors, [one]))
 
 
-def execute_decode(
-    plan: DecodePlan,
-    # Packed sequences, of which those are left out that have more queries than the plan has room
-    # for. Without cu_seqlens_k, k and v are a cache, in which seqused_k says the keys of each
-    # sequence, all if None; without cu_seqlens_q, sequences have equally many queries, and q and
-    # out are (batch, seqlen_q, ...), lse is (batch, heads_q, seqlen_q).
-    operands: RaggedOperands,
-    max_seqlen_k: int,  # no sequence has more keys
-    # softmax_scale, tensors, descales: see `fa3.reference.walker.Walker`.
-    softmax_scale: float,
-    tensors: tuple[torch.Tensor, ...] | None = None,
-    tables: CacheTables = NO_TABLES,  # where sequences are in a cache, as tensors
-    seqlen_new: int = 0,  # keys that each sequence has in addition to seqused_k
-    descales: tuple[torch.Tensor, ...] | None = None,
-) -> None:
-    """Run a plan on CPU tensors."""
-    q, k, _, _, _, ends_q, ends_k, used_q, used_k = operands
+def execute_decode(plan: DecodePlan, values: Mapping[str, Any], max_seqlen_k: int) -> None:
+    """Run a plan on CPU tensors.
+
+    Args:
+        values: as `Walker` names them, the `PackedLengths` and `CacheTables`, and seqlen_new, keys
+            that each sequence has in addition to seqused_k. Of packed sequences those are left out
+            that have more queries than the plan has room for. Without cu_seqlens_k, k and v are a
+            cache, which is full without seqused_k. Without cu_seqlens_q, sequences have equally
+            many queries.
+        max_seqlen_k: no sequence has more keys.
+    """
+    ends_q, ends_k, used_q, used_k = map(values.get, PackedLengths._fields)
     sizes, queries, keys = plan.sizes, None, None
     batch = sizes.batch if ends_q is None else len(ends_q) - 1
     if ends_q is not None:
-        rows = RaggedLengths(HostTensor(ends_q), host_tensor(used_q), len(q))
+        rows = RaggedLengths(HostTensor(ends_q), host_tensor(used_q), len(values["q"]))
         queries = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     if ends_k is not None:
-        keys = RaggedLengths(HostTensor(ends_k), host_tensor(used_k), len(k))
+        keys = RaggedLengths(HostTensor(ends_k), host_tensor(used_k), len(values["k"]))
+    tables = CacheTables(*(host_tensor(values[name]) for name in CacheTables._fields))
     sequences = Cached(
-        batch, host_tensor(used_k), seqlen_new, CacheTables(*map(host_tensor, tables)),
-        plan.spec.mask, sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N, packed=queries,
-        packed_keys=keys,
+        batch, host_tensor(used_k), values["seqlen_new"], tables, plan.spec.mask, sizes.seqlen_q,
+        max_seqlen_k, plan.window, TILE_N, packed=queries, packed_keys=keys,
     )  # fmt: skip
     # Blocks of an FP8 cache are multiplied in fp16.
-    walk = Walker(
-        plan.spec, plan.window, operands[:5], softmax_scale, tensors, None, tables.page_table,
-        descales, q.dtype if descales is None else torch.float16,
-    )  # fmt: skip
+    rounded_to = None if values["descales"] is None else torch.float16
+    walk = Walker(plan.spec, plan.window, values, rounded_to)
     walk.run(steps_of_decode(plan, sequences))
 
 

@@ -13,7 +13,7 @@ GPU `fa3.scores.diagnostics` does the same.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from fa3.primitives.cache_blocks import Keys
 from fa3.primitives.coords import Position
 from fa3.primitives.softmax import FP8_OFFSET, LOG2_E, SLACK
 from fa3.problem import AttentionSpec, Window
-from fa3.reference.dropout import Dropout
 from fa3.schedules.segment import Segment
 from fa3.scores.masks import Blocks, Mask, Sequence
 from fa3.scores.scores import Score, bind
@@ -162,27 +161,6 @@ class PackedLengths(NamedTuple):
         return list(map(SequenceRows, itertools.count(), queries, keys))
 
 
-class RaggedOperands(NamedTuple):
-    """The tensors of one call, on one device and already validated."""
-
-    q: torch.Tensor  # (total_q, heads_q, head_dim), bfloat16 or float16
-    # (total_k, heads_kv, head_dim), dtype of q; or a cache (batch, tokens, ...), which may have
-    # pages.
-    k: torch.Tensor
-    v: torch.Tensor  # like k with head_dim_v
-    out: torch.Tensor  # (total_q, heads_q, head_dim_v), receives the output
-    lse: torch.Tensor | None  # (heads_q, total_q) float32, receives the log-sum-exp, or None
-    # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of `PackedLengths`.
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor | None
-    seqused_q: torch.Tensor | None
-    seqused_k: torch.Tensor | None
-
-    @property
-    def lengths(self) -> PackedLengths:
-        return PackedLengths(*self[5:])
-
-
 def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
     """Return the rows of each sequence that count, from cumulated lengths; all if None."""
     rows = list(itertools.starmap(range, itertools.pairwise(ends)))
@@ -213,27 +191,30 @@ class Walker:
         self,
         spec: AttentionSpec,
         window: Window,  # of the mask, keys that a query sees before and after its own position
-        # q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows, heads_kv,
-        # columns), with pages (pages, page_size, ...); out (batch, rows, heads, head_dim_v) and lse
-        # (batch, heads, rows), float32 or None, which are written. Packed ones have no batch, and
-        # get one here.
-        operands: Iterable[torch.Tensor | None],
-        softmax_scale: float,  # factor of Q K^T before the softmax; positive
-        tensors: tuple[torch.Tensor, ...] | None = None,  # of the spec's scores, mask and sinks
-        dropout: Dropout | None = None,  # where the spec has it
-        page_table: torch.Tensor | None = None,  # (sequences, pages) int32
-        # What keys, values and, if they are FP8, queries of a cache in FP8 are multiplied by, each
-        # (sequences, heads_kv).
-        descales: tuple[torch.Tensor, ...] | None = None,
+        values: Mapping[str, Any],
         rounded_to: torch.dtype | None = None,  # of P; the dtype of q if None
     ):
-        """Bind scores, mask and sinks to their tensors."""
+        """Bind scores, mask and sinks to their tensors.
+
+        Args:
+            values: of a call, by name: q (batch, rows, heads, head_dim), bfloat16 or float16; k and
+                v (batch, rows, heads_kv, columns), with pages (pages, page_size, ...); o (batch,
+                rows, heads, head_dim_v) and lse (batch, heads, rows), float32 or None, which are
+                written. Packed ones have no batch, and get one here. softmax_scale, the factor of
+                q k^T before the softmax. Where there are any: modifiers, the tensors of the spec's
+                scores, mask and sinks; dropout; page_table, (sequences, pages) int32; descales,
+                what keys, values and, if they are FP8, queries are multiplied by, each
+                (sequences, heads_kv).
+        """
+        tensors, self.descales = values.get("modifiers"), values.get("descales")
+        operands = map(values.get, ("q", "k", "v", "o", "lse"))
         self.q, self.k, self.v, self.out, self.lse = batched(operands)
         self.spec, self.window, self.tensors = spec, window, tensors or ()
         self.scores, self.mask, self.sinks = bind(spec, tensors)
         self.function = getattr(self.mask, "function", None)
-        self.softmax_scale, self.dropout, self.page_table = softmax_scale, dropout, page_table
-        self.descales, self.rounded_to = descales, rounded_to or self.q.dtype
+        self.softmax_scale = values["softmax_scale"]
+        self.dropout, self.page_table = values.get("dropout"), values.get("page_table")
+        self.rounded_to = rounded_to or self.q.dtype
         self.slack = 0.0 if spec.is_fp8 else SLACK
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.

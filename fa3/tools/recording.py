@@ -3,7 +3,7 @@
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.forward import prepare_plan, values_of_dense
+from fa3.calls.execution import PreparedPlan
 from fa3.calls.scales import Scales
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
@@ -100,15 +100,17 @@ def run_recorded(
         descales = Scales.on(q.device, k.shape[2], True).of(k.shape[0], None, None, None)
     out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=getattr(torch, spec.out_dtype))
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
-    words = HEADER + rows * len(Note._fields)
-    recording = torch.empty(words, dtype=torch.int64, device=q.device)
-    prepared = prepare_plan(plan, q.device, is_recorded=True)
+    width = len(Note._fields)
+    recording = torch.empty(HEADER + rows * width, dtype=torch.int64, device=q.device)
+    values = {
+        "q": q, "k": k, "v": v, "o": out, "lse": None, "modifiers": None, "dropout": None,
+        "softmax_scale": head_dim**-0.5, "descales": descales, "recording": recording,
+    }  # fmt: skip
+    prepared = PreparedPlan.of(plan, q.device, is_recorded=True)
     for _ in range(RUNS):
         recording.zero_()
-        values = values_of_dense(q, k, v, out, None, None, head_dim**-0.5, descales=descales)
-        prepared.run(values | {"recording": recording})
+        prepared.attend(dict(values))
     count, *numbers = recording.tolist()
-    width = len(Note._fields)
     return out, [Note(*numbers[i * width : (i + 1) * width]) for i in range(count)]
 
 

@@ -1,33 +1,34 @@
-"""Calls with packed queries, on packed keys or on a cache: their routes and their launches.
+"""How prepared calls run: by one plan or, with packed queries, by a route that lengths decide.
 
-`fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table of tiles,
-which a kernel before it makes from the lengths; tiles may be split. A kernel more recomputes
-rows whose fixed reference failed, or, where sequences share tiles, rows that are not finite.
-Sequences with few queries may be the decode kernel's, which then overlaps the forward kernel.
+A call gives its tensors and numbers in one dictionary. On a GPU launches pick their arguments from
+it by name (`fa3.calls.launcher`), on the CPU the reference does.
 
-All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
-several streams and in captured graphs share nothing that is written. Marks of rows are among the
-counters that every call has for itself (`fa3.running.counters`).
+Lengths are read on the device only, so a captured graph stays right while they grow. With packed
+queries, `fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table
+of tiles, which a kernel before it makes from the lengths; tiles may be split. A kernel more
+recomputes rows whose fixed reference failed, or, where sequences share tiles, rows that are not
+finite. Sequences with few queries may be the decode kernel's, which then overlaps the forward
+kernel. All that depends on lengths is in tensors that each call allocates, so calls in several
+threads, on several streams and in captured graphs share nothing that is written.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
-from fa3.calls.decode import PreparedDecode, plan_decode, values_of_decode
-from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.devices import gpu_for_call
 from fa3.calls.launcher import Prepared
 from fa3.calls.operands import hide_all_keys
 from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.decode import DecodePlan, Sizes
-from fa3.planning.gpu import H200
+from fa3.planning.decode import DecodePlan, Sizes, check_workspace
 from fa3.planning.launch import NO_MEMORY, Memory
+from fa3.planning.plan import Plan
 from fa3.planning.routes import (
     BOTH,
     BOTH_SPLIT,
@@ -44,15 +45,56 @@ from fa3.planning.routes import (
     launches_of_route,
 )
 from fa3.primitives.arithmetic import LARGEST
-from fa3.primitives.cache_blocks import CacheTables
-from fa3.problem import REMEMBERED
-from fa3.reference.dropout import Dropout
-from fa3.reference.steps import NO_TABLES, execute_decode, execute_packed
-from fa3.reference.walker import RaggedOperands
+from fa3.problem import REMEMBERED, Problem
+from fa3.reference.steps import execute, execute_decode, execute_packed
+from fa3.running.graphs import Table
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
 from fa3.scores.intervals import ROW_RECORD
+
+
+class PreparedPlan(NamedTuple):
+    """How calls run that one plan serves, whatever their lengths are."""
+
+    plan: Plan | DecodePlan
+    prepared: Prepared | None  # its launches; None on the CPU
+
+    @classmethod
+    def of(
+        cls, plan: Plan | DecodePlan, device: torch.device, is_recorded: bool = False
+    ) -> "PreparedPlan":
+        """Load the kernels of a plan, if it runs on a GPU; the first of a `Plan` instrumented if
+        it `is_recorded`."""
+        if device.type == "cpu":
+            return cls(plan, None)
+        if isinstance(plan, DecodePlan):
+            return cls(plan, Prepared.of(plan.launches(), plan.memory))
+        numbers = plan.schedule.table
+        table = None if numbers is None else Table.upload(numbers, device)
+        return cls(plan, Prepared.of(plan.launches(is_recorded), plan.memory, table))
+
+    def attend(self, values: dict[str, Any], sizes: None = None) -> None:
+        """Write out and, unless it is None, the log-sum-exp; there are queries, and keys.
+
+        Args:
+            values: of the call, by name; see `PreparedAttention.attend`.
+        """
+        if self.prepared is not None:
+            self.prepared.run(for_launches(values))
+        elif isinstance(self.plan, Plan):
+            execute(self.plan, values)
+        else:
+            execute_decode(self.plan, values, self.plan.sizes.capacity)
+
+
+def for_launches(values: dict[str, Any]) -> dict[str, Any]:
+    """Put in what kernels take: the address of the log-sum-exp, 0 for none, and a seed."""
+    lse, dropout = values["lse"], values["dropout"]
+    values["lse"] = 0 if lse is None else lse.data_ptr()
+    if dropout is not None:
+        values["dropout"] = dropout.arguments
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,34 +131,29 @@ class PackedCall:
             signature, decode_plan, prepared if on_gpu else None, config.tile_m, config.tile_n
         )
 
-    def attend(
-        self,
-        operands: RaggedOperands,  # of a cache, `seqused_k` says all keys
-        sizes: PackedSizes,  # of the call, which bound the lengths
-        tensors: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
-        scale: float,
-        dropout: Dropout | None = None,  # where the spec has it
-        tables: CacheTables = NO_TABLES,  # where sequences are in a cache
-        seqlen_new: int = 0,  # the lengths of packed queries have the new keys
-        descales: tuple[torch.Tensor, ...] | None = None,  # of packed keys in FP8
-    ) -> None:
-        """Write the rows of out and lse that belong to queries that are used."""
+    def attend(self, values: dict[str, Any], sizes: PackedSizes) -> None:
+        """Write the rows of out and lse that belong to queries that are used.
+
+        Args:
+            values: of the call, by name; see `PreparedAttention.attend`. Lengths of a cache have
+                the new keys.
+            sizes: of the call, which bound the lengths.
+        """
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
         signature = self.signature
         route = signature.route(sizes)
         if route.name == ZEROS:
-            query_lengths = operands.cu_seqlens_q, operands.seqused_q
-            sinks = tensors[-1] if signature.spec.sinks else None
-            hide_all_keys(operands.out, operands.lse, sinks, *query_lengths)
+            sinks = values["sinks"] if signature.spec.sinks else None
+            names = "cu_seqlens_q", "seqused_q"
+            hide_all_keys(values["o"], values["lse"], sinks, *map(values.get, names))
             return
         # Alone, the decode kernel knows the capacity of a cache.
-        needs_bound = route.has_forward or signature.call == PACKED
-        most_keys = sizes.max_seqlen_k if needs_bound else 0
+        if route.has_forward or signature.call == PACKED:
+            values["max_seqlen_k"] = sizes.max_seqlen_k
         if self.prepared is not None:
-            values = values_of_decode(operands, tables, tensors, scale, 0, most_keys, descales)
-            values["dropout"] = None if dropout is None else dropout.arguments
             prepared = self.prepared(route.name, route.most_queries)
+            for_launches(values)
             if route.name == SHARED:
                 memory = self.share_tiles(values, sizes)
             elif route.has_forward:
@@ -125,13 +162,11 @@ class PackedCall:
                 memory = prepared.memory
             prepared.run(values, memory)
             return
-        most, pages = route.most_queries, tables.page_table
-        if most:
-            plan = self.decode_plan(most, route.has_forward)
-            most_keys = most_keys or plan.sizes.capacity
-            execute_decode(plan, operands, most_keys, scale, tensors, tables, 0, descales)
+        if route.most_queries:
+            plan = self.decode_plan(route.most_queries, route.has_forward)
+            execute_decode(plan, values, values["max_seqlen_k"] or plan.sizes.capacity)
         if route.has_forward or route.name == SHARED:
-            execute_packed(signature, operands, scale, tensors, dropout, most, pages, descales)
+            execute_packed(signature, values, route.most_queries)
 
     def make_tiles(
         self, values: dict[str, Any], sizes: PackedSizes, route: Route, prepared: Prepared
@@ -197,26 +232,25 @@ def packed_call(signature: Signature, on_gpu: bool) -> PackedCall:
     return PackedCall.of(signature, on_gpu)
 
 
-def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | PackedCall:
+def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | PackedCall:
     """Choose how calls on a cache run, and load their kernels.
 
     Args:
-        call: of `fa3.calls.decode.plan_decode`.
+        call: of `plan_decode`.
     """
-    on_gpu = call.q.device.type == "cuda"
+    device = call.q.device
     if not call.is_packed or options.num_splits or options.batch_invariant or call.has_fp8_q:
-        return PreparedDecode.of(plan_decode(call, options), on_gpu)
+        return PreparedPlan.of(plan_decode(call, options), device)
     # Neither the number of sequences nor their most queries counts: both change in every step.
     window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)
-    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
     group = call.heads_q // call.heads_kv
     sizes = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
     fits = 2 * sizes.num_tiles * sizes.most_blocks(window) <= LARGEST
     # A single query stands at the last key.
     spec = call.spec(options, window, window.right == 0 or call.seqlen_q == 1)
     signature = Signature(
-        CACHE, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
-        call.cache_layout, call.capacity, 1 if fits else call.batch,
+        CACHE, spec, window, call.heads_q, call.heads_kv, gpu_for_call(device, options.sm_margin),
+        options.sm_margin, call.cache_layout, call.capacity, 1 if fits else call.batch,
         has_used_q=call.seqused_q is not None,
     )  # fmt: skip
     most_rows = PackedSizes(
@@ -225,15 +259,36 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedDecode | 
     name, most_queries, _ = choose_route(signature, most_rows)
     if name == DECODE and call.has_fp8_cache:
         # How many CTAs serve an FP8 cache depends on the number of sequences.
-        return PreparedDecode.of(plan_decode(call, options), on_gpu)
-    made = packed_call(signature, on_gpu)
+        return PreparedPlan.of(plan_decode(call, options), device)
+    made = packed_call(signature, device.type == "cuda")
     if name == DECODE:
         # Without a route to look up in each call.
         loaded = made.prepared and made.prepared(DECODE, most_queries)
-        return PreparedDecode(made.decode_plan(most_queries, False), loaded)
+        return PreparedPlan(made.decode_plan(most_queries, False), loaded)
     if made.prepared is not None:
         # Now, since no length may cause a compilation.
         for name in (BOTH, *[BOTH_SPLIT] * signature.can_split):
             made.prepared(name, signature.short_limit)
         made.prepared(DECODE, signature.most_queries_of_few)
     return made
+
+
+def plan_decode(call: AttentionCall, options: Options) -> DecodePlan:
+    """Choose how calls of a description run in the decode kernel.
+
+    Args:
+        call: valid, and with room for keys and queries.
+    """
+    heads = call.heads_kv, call.heads_q // call.heads_kv
+    window = Sizes(call.batch, call.seqlen_q, *heads, call.capacity).bounds(options.window)
+    spec = call.spec(options, window, window.right == 0)
+    plan = DecodePlan.of(
+        Problem(spec, call.batch, call.seqlen_q, call.capacity, *heads, window),
+        gpu_for_call(call.q.device, options.sm_margin), call.cache_layout,
+        options.num_splits, options.batch_invariant, call.k_new is not None,
+        is_packed=call.is_packed, has_used_q=call.seqused_q is not None, has_fp8_q=call.has_fp8_q,
+    )  # fmt: skip
+    if call.q.device.type == "cuda" and plan.cut.has_parts:
+        memory = torch.cuda.get_device_properties(call.q.device).total_memory
+        check_workspace(plan.workspace, call.head_dim_v, call.capacity, memory)
+    return plan

@@ -1,0 +1,353 @@
+"""What calls of one description lead to: checked, planned, kernels loaded, and remembered.
+
+Then a repeated call costs a look-up, the allocation of its outputs and the launches. Whatever the
+lengths of packed tensors are, nothing here depends on them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from fa3.calls.call import (
+    MOST_RAGGED_ROWS,
+    OF_INTEGERS,
+    AttentionCall,
+    Described,
+    Tensors,
+    check_tensors,
+)
+from fa3.calls.devices import gpu_for_call
+from fa3.calls.execution import PackedCall, PreparedPlan, packed_call, prepare_on_cache
+from fa3.calls.modifiers import function_names
+from fa3.calls.operands import DTYPES, CheckOfAddresses, Outputs, hide_all_keys
+from fa3.calls.options import DENSE, PACKED, Options
+from fa3.calls.scales import Scales
+from fa3.calls.tuned_plans import plan_call
+from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
+from fa3.planning import routes
+from fa3.planning.plan import Plan, check_plan
+from fa3.planning.planner import plan_dense, plan_forward, schedule_name
+from fa3.planning.routes import ZEROS, PackedSizes, Signature, choose_dense
+from fa3.primitives.vectors import VECTOR
+from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
+from fa3.reference.append import HostAppend
+from fa3.reference.dropout import Dropout
+from fa3.running.compiler import load_kernel
+from fa3.settings import check_settings
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttention:
+    """What calls of a description lead to, whatever the lengths of packed tensors are."""
+
+    description: AttentionCall
+    # How they run, with a method `attend`; None if there is no key, or no query.
+    kernels: Any
+    outputs: Outputs
+    # Checks that what is written shares no memory with other tensors; None if nothing of the
+    # caller's is written.
+    overlaps: CheckOfAddresses | None
+    scale: float  # the softmax scale if the call names none
+    most_queries: int = MOST_RAGGED_ROWS  # rows of packed queries that 32 bits count
+    # Of calls that may have a gradient: the problem, of packed sequences the spec and the window.
+    problem: Problem | tuple[AttentionSpec, Window] | None = None
+    num_sms: int = 0  # SMs that a backward pass may use
+    scales: Scales | None = None  # of calls with FP8 tensors
+    # Appends to the cache and rotates: gives the queries, the lengths, and keys beyond those.
+    append: Any = None
+    has_host_integers: bool = False  # whether an int32 tensor is on the CPU
+    capacity: int | None = None  # length of each sequence in a call on a cache without lengths
+
+    @classmethod
+    def of(
+        cls, call: AttentionCall, described: tuple, options: Options, kernels: Any, **rest: Any
+    ) -> "PreparedAttention":
+        """What follows from a valid call for all kinds of calls."""
+        names, appends = function_names(options), rest.get("append") is not None
+        return cls(
+            call,
+            kernels,
+            Outputs.of(call.out_shape, call.lse_shape, call.q, call.is_packed),
+            call.overlaps(described, names, appends),
+            scale=call.head_dim**-0.5,
+            has_host_integers=any(
+                x is not None and x.device.type == "cpu" for x in call[OF_INTEGERS]
+            ),
+            capacity=call.capacity if call.has_cache and call.seqused_k is None else None,
+            **rest,
+        )
+
+    def attend(
+        self,
+        tensors: Tensors,  # the `TENSORS`, the int32 ones on q's device
+        modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
+        scale: float,
+        dropout: Dropout | None,
+        longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
+        returns_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Append, and write out, or a new tensor; return it with the log-sum-exp.
+
+        Kernels and the reference take the call's values by the names that they have here.
+        """
+        (
+            q, k, v, _, _, _, _, used_k, batch_idx, leftpad, pages, _, ends_q, _, used_q, ends_k,
+            scale_q, scale_k, scale_v, _, sinks, out,
+        ) = tensors  # fmt: skip
+        is_new, lse, descales, seqlen_new = out is None, None, None, 0
+        if out is None:
+            out = self.outputs.allocate(q)
+        if returns_lse:
+            lse = self.outputs.allocate_lse(q)
+        if self.scales is not None:
+            batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
+            descales = self.scales.of(batch, scale_q, scale_k, scale_v)
+        if self.append is not None:
+            q, used_k, seqlen_new = self.append.run(tensors, out if is_new else None, descales)
+        if ends_q is not None and not q.shape[0]:
+            return out, lse
+        if self.kernels is None:
+            if ends_q is None or ends_q.shape[0] > 1:
+                hide_all_keys(out, lse, sinks, ends_q, used_q)
+            return out, lse
+        values = {
+            "q": q, "k": k, "v": v, "o": out, "lse": lse, "cu_seqlens_q": ends_q,
+            "cu_seqlens_k": ends_k, "seqused_q": used_q, "seqused_k": used_k,
+            "batch_idx": batch_idx, "leftpad": leftpad, "page_table": pages,
+            "modifiers": modifiers, "sinks": sinks, "softmax_scale": scale, "dropout": dropout,
+            "descales": descales, "seqlen_new": seqlen_new, "max_seqlen_k": 0,
+        }  # fmt: skip
+        sizes = None
+        if ends_q is not None and isinstance(self.kernels, PackedCall):
+            sizes = self.sizes(q, k, ends_q.shape[0] - 1, longest)
+        self.kernels.attend(values, sizes)
+        return out, lse
+
+    def sizes(
+        self, q: torch.Tensor, k: torch.Tensor, batch: int, longest: tuple[int, int] | None
+    ) -> PackedSizes:
+        """What the host knows of the lengths of packed queries, and of their keys."""
+        total_q, heads, _ = q.shape
+        if longest is None:
+            total_k, longest_q, longest_k = 0, self.description.seqlen_q, self.description.capacity
+        else:
+            total_k = k.shape[0]
+            longest_q, longest_k = min(longest[0], total_q), min(longest[1], total_k)
+        return PackedSizes(batch, heads, total_q, total_k, longest_q, longest_k)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare_call(described: Described, options: Options) -> PreparedAttention:
+    """Validate calls of this description, plan them and load their kernels.
+
+    Args:
+        described: the tensors `without_lengths`.
+    """
+    check_settings()
+    call = AttentionCall.of(described, options.kind, options.max_seqlen_q)
+    check_tensors(call)
+    if options.metadata is not None:
+        options.metadata.check_call(call, options)
+        options = options.metadata.applied_to(options)
+    prepare = {DENSE: fields_of_dense, PACKED: fields_of_packed}.get(options.kind, fields_of_cached)
+    return PreparedAttention.of(call, described, options, **prepare(call, options))
+
+
+# --------------------------------------------------------------------------------- dense calls
+
+
+def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
+    """Plan a dense call; the fields of its `PreparedAttention`."""
+    device, pack_gqa, schedule, plan = (
+        call.q.device, options.pack_gqa, options.schedule, options.plan,
+    )  # fmt: skip
+    problem, is_planned = call.problem(options), not (schedule is plan is None)
+    gpu = gpu_for_call(device, options.sm_margin)
+    if plan is not None:
+        if schedule is not None:
+            raise ValueError("schedule must be None when plan is given: a plan has a schedule")
+        if options.sm_margin:
+            raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
+        check_plan(plan)
+        check_same_problem(plan, problem)
+    if pack_gqa and is_planned:
+        raise ValueError(
+            "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
+        )
+    if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
+        # There is no tile, so no plan either.
+        schedule_name(schedule)
+        return {"kernels": None, "problem": problem}
+    if not is_planned:
+        plan = (plan_dense if device.type == "cpu" else plan_call)(problem, gpu, pack_gqa)
+    elif plan is None:
+        plan = plan_forward(problem, gpu, schedule=schedule)
+    kernels = PreparedPlan.of(plan, device)
+    return {
+        "kernels": kernels, "problem": problem, "num_sms": plan.gpu.num_sms,
+        "scales": Scales.on(device, call.heads_kv, True) if call.is_fp8 else None,
+    }  # fmt: skip
+
+
+def check_same_problem(plan: Plan, problem: Problem) -> None:
+    """Raise unless a plan is one of this problem."""
+    made, asked = sizes_and_spec(plan.problem), sizes_and_spec(problem)
+    differing = [name for name in asked if made[name] != asked[name]]
+    if differing:
+        ours, theirs = (
+            ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, made)
+        )
+        raise ValueError(f"plan was made for {theirs}; the call has {ours}")
+
+
+def sizes_and_spec(problem: Problem) -> dict[str, object]:
+    """All that a problem says, by name."""
+    return {
+        field.name: getattr(owner, field.name)
+        for owner in (problem, problem.spec)
+        for field in fields(owner)
+        if field.name != "spec"
+    }
+
+
+# -------------------------------------------------------------------------------- packed calls
+
+
+def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
+    """Load kernels for packed sequences; the fields of the `PreparedAttention`."""
+    problem = spec, window = call.packed_spec(options)
+    device = call.q.device
+    gpu = gpu_for_call(device, options.sm_margin)
+    signature = Signature(
+        routes.PACKED, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
+        has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
+        has_gradients=options.has_gradient, num_splits=options.num_splits,
+    )  # fmt: skip
+    scales = Scales.on(device, call.heads_kv, True) if spec.is_fp8 else None
+    return {
+        "kernels": packed_call(signature, device.type == "cuda"), "problem": problem,
+        "num_sms": gpu.num_sms, "scales": scales,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- calls on a cache
+
+
+def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
+    """Load the kernels of a call on a cache; the fields of its `PreparedAttention`."""
+    gpu_for_call(call.q.device, options.sm_margin)
+    has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
+    append, kernels, scales, most = None, None, None, MOST_RAGGED_ROWS
+    if has_room and call.k_new is not None and call.batch:
+        kernel = append_kernel(call, options.rotary_interleaved)
+        in_out = not call.is_packed and call.head_dim == call.head_dim_v
+        kernel = load_kernel(kernel) if call.q.device.type == "cuda" else HostAppend(kernel)
+        append = PreparedAppend(kernel, query_step(options), in_out)
+        most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
+    if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
+        kernels = prepare_on_cache(call, options)
+    if call.has_fp8_cache:
+        scales = Scales.on(call.q.device, call.heads_kv, call.has_fp8_q)
+    return {"kernels": kernels, "most_queries": most, "scales": scales, "append": append}
+
+
+def query_step(options: Options) -> int:
+    """Rotary positions from a query to the next: 1, or 0 if all queries share one."""
+    return int(options.window != Window())
+
+
+arguments_of_append = itemgetter(*AppendArguments._fields)  # picks them from values by name
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAppend:
+    """Appends to the caches of calls of a description, and rotates their queries."""
+
+    kernel: Callable
+    query_step: int  # 1 if each query has a rotary position of its own, 0 if they share one
+    # Whether rotated queries may be in the output's memory, which has the same shape. The decode
+    # kernel writes a row of O where it has read this row of Q, or when all that read it have. Where
+    # queries are packed, the forward kernel may attend to them too: it reads Q twice, and when it
+    # computes failed rows once more, O has been written.
+    rotates_in_out: bool
+
+    def run(
+        self,
+        tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
+        out: torch.Tensor | None,  # None if it is the caller's
+        # Of keys and values in an FP8 cache; queries are in 16 bits.
+        descales: tuple[torch.Tensor, ...] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Append k and v to the caches.
+
+        Returns:
+            the queries, rotated if there are rotary tables; the lengths, with the new tokens if
+            sequences get different numbers of them, or have different numbers of queries; keys that
+            each sequence has beyond those.
+        """
+        (
+            q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
+            turns, _, _, _, _, _, _, _, _,
+        ) = tensors  # fmt: skip
+        total, seqlen_new = None, 0
+        if ends_new is ends_q is None:
+            seqlen_new = k.shape[1]
+        else:
+            total = seqlens.new_empty(seqlens.shape[0])
+        values = {
+            "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "seqlens": seqlens,
+            "new_seqlens": total, "cu_seqlens": ends_new, "batch_idx": batch_idx,
+            "page_table": pages, "q": None, "rotated": None, "cos": cos, "sin": sin,
+            "cu_seqlens_q": None, "rotary_seqlens": turns, "query_step": self.query_step,
+            "descales": descales,
+        }  # fmt: skip
+        if cos is not None:
+            rotated = out
+            if rotated is None or not self.rotates_in_out:
+                rotated = q.new_empty(*q.shape)
+            values |= {"q": q, "rotated": rotated, "cu_seqlens_q": ends_q}
+            q = rotated
+        self.kernel(*arguments_of_append(values))
+        return q, seqlens if total is None else total, seqlen_new
+
+
+def check_vectors(call: AttentionCall) -> None:
+    """Raise if the kernel that appends cannot count what it copies and turns."""
+    for name, operand in (("k", call.k_new), ("q", call.q)):
+        *rows, heads, _ = operand.shape
+        if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:
+            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
+
+
+def vectors_of_row(call: AttentionCall, heads: int) -> int:
+    """Vectors of 16 bytes in a row of heads."""
+    return heads * max(call.head_dim, call.head_dim_v) // VECTOR
+
+
+def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
+    """The kernel that appends k and v of this call."""
+    check_vectors(call)
+    rotary = None
+    if call.rotary_cos is not None:
+        dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
+        rotary = Rotary(2 * call.rotary_cos.shape[1], bool(rotary_interleaved), dtype)
+    return Append(
+        DTYPES[call.k_new.dtype],
+        call.head_dim,
+        call.head_dim_v,
+        paged=call.page_table is not None,
+        batch_indexed=call.cache_batch_idx is not None,
+        ragged=call.cu_seqlens_k_new is not None,
+        rotary=rotary,
+        packed=call.is_packed and rotary is not None,
+        turned=call.rotary_seqlens is not None,
+        # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
+        # forward kernel's tiles is made of lengths too (`fa3.calls.execution`).
+        writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
+        fp8=call.has_fp8_cache,
+    )
