@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pairs import places
 from problems import poisoned_allocations
 from test_split import records
 from varlen_problems import (
@@ -57,45 +56,48 @@ def drawn(seed: int, longest: int) -> VarlenProblem:
     return replace(problem, used_q=None, used_k=None, recipe=recipe)
 
 
-@places("seed", cpu=range(60), gpu=range(40))
-def test_random_calls(seed, where):
-    page_size = (None, 16, 64, 5)[seed % FAMILIES % 4]
-    cut = random.Random(seed).choice(CUTS)
-    check(drawn(seed, 300), page_size, where, seed, is_indexed=True, **cut)
+@pytest.mark.parametrize("family", range(FAMILIES))
+def test_random_calls(family, where):
+    for seed in range(family, 60 if where == "cpu" else 40, FAMILIES):
+        page_size = (None, 16, 64, 5)[family % 4]
+        cut = random.Random(seed).choice(CUTS)
+        check(drawn(seed, 300), page_size, where, seed, is_indexed=True, **cut)
 
 
-@places("seed", cpu=range(10), gpu=range(20))
-def test_random_chunks(seed, where):
+@pytest.mark.parametrize("family", range(FAMILIES))
+def test_random_chunks(family, where):
     """As engines call it: sequences have at least as many keys as queries."""
-    problem, draw = drawn(seed, 400), random.Random(seed)
-    keys = tuple(n + draw.choice((0, draw.randint(0, 600))) for n in problem.seqlens_q)
-    page_size = (None, 16, 24, 64, 256)[seed % FAMILIES % 5]
-    check(replace(problem, seqlens_k=keys), page_size, where, seed)
+    for seed in (family,) if where == "cpu" else (family, family + FAMILIES):
+        problem, draw = drawn(seed, 400), random.Random(seed)
+        keys = tuple(n + draw.choice((0, draw.randint(0, 600))) for n in problem.seqlens_q)
+        page_size = (None, 16, 24, 64, 256)[family % 5]
+        check(replace(problem, seqlens_k=keys), page_size, where, seed)
 
 
-@pytest.mark.parametrize(
-    ("queries", "heads", "are_few"),
-    [((64,), 8, True), ((60, 0, 1), 16, True), ((60, 5, 60), 24, False), ((300,), 8, False)],
-)
-def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkeypatch):
+def test_few_tiles_are_the_decode_kernels(where, monkeypatch):
     """Where the forward kernel would leave SMs idle, in a cache with room for many keys."""
     attending = note_attending(monkeypatch)
-    keys = tuple(3 * count + (100 if where == "cpu" else 1000) for count in queries)
-    problem = VarlenProblem(queries, keys, heads_kv=2, group=heads // 2, causal=True)
-    check(problem, None, where, capacity=FEWEST_EARLIER_KEYS, max_seqlen_q=max(queries))
-    if are_few:
-        (alone,) = attending
-        assert max(queries) <= alone < 1 << 13
-    else:
-        assert "forward" in attending
+    for queries, heads, are_few in (
+        *(((64,), 8, True), ((60, 0, 1), 16, True)),
+        *(((60, 5, 60), 24, False), ((300,), 8, False)),
+    ):
+        attending.clear()
+        keys = tuple(3 * count + (100 if where == "cpu" else 1000) for count in queries)
+        problem = VarlenProblem(queries, keys, heads_kv=2, group=heads // 2, causal=True)
+        check(problem, None, where, capacity=FEWEST_EARLIER_KEYS, max_seqlen_q=max(queries))
+        if are_few:
+            (alone,) = attending
+            assert max(queries) <= alone < 1 << 13
+        else:
+            assert "forward" in attending
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)
-@pytest.mark.parametrize("ends", WRONG_ENDS)
-def test_wrong_ends_touch_nothing_outside(ends, options, device):
+def test_wrong_ends_touch_nothing_outside(options, device):
     problem = VarlenProblem((20,) * 3, (500, 30, 200), heads_kv=2, group=2)
     call = on_cache(problem, make_call(problem, 0, device), None)
-    check_wrong_ends(call, ends, **options | {"max_seqlen_q": 50})
+    for ends in WRONG_ENDS:
+        check_wrong_ends(call, ends, **options | {"max_seqlen_q": 50})
 
 
 def plan_of(is_packed: bool, **options) -> DecodePlan:

@@ -3,49 +3,39 @@
 On a GPU memory is NaN wherever a kernel writes nothing.
 """
 
-import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from gpu_checks import captured
-from gradients import check_varlen_gradients
+from gradients import check_random_gradients, check_varlen_gradients
 from pairs import places
 from score_problems import Recipe
-from varlen_problems import WRONG_ENDS, VarlenProblem, integers, make_call, random_problem
+from varlen_problems import WRONG_ENDS, VarlenProblem, integers, make_call
 
 import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.planning.backward import most_keys_unzeroed
-from fa3.problem import NO_BOUND, Window
+from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2, head_dim=32)
-
-
-FAMILIES = 14
-"""Sets of options that change the generated code; the dtypes take turns."""
 
 
 def check(problem: VarlenProblem, where="cpu", weights=(True, False), seed: int = 0) -> dict:
     return check_varlen_gradients(problem, make_call(problem, seed, where), weights, seed)
 
 
-@places(
-    "seed,family,longest",
-    cpu=[(seed, seed // 2, 150) for seed in range(60)],
-    gpu=[(seed, seed % FAMILIES, 40 if seed % 3 else 700) for seed in range(3 * FAMILIES)],
-)
-def test_random_calls(seed, family, longest, where):
-    problem = random_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest)
-    problem = replace(problem, softmax_scale=None, recipe=problem.recipe._replace(score=None))
-    check(problem, where, ((1, 1), (1, 0), (0, 1))[seed % 3], seed)
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(seed):
+    """Those on a GPU are in test_varlen."""
+    check_random_gradients(seed, ("bfloat16", "float16")[seed % 2], seed // 2, 150, "cpu")
 
 
 @places(
     "head_dim,length,causal",
     cpu=[(64, 50, True)],
-    gpu=itertools.product((64, 128, 256), (2000,), (False, True)),
+    gpu=[(64, 2000, True), (128, 2000, False), (256, 2000, True)],
 )
 def test_equal_lengths_have_the_bits_of_a_dense_call(head_dim, length, causal, where):
     """On a GPU only dQ is added up in no fixed order."""
@@ -96,9 +86,9 @@ def test_nothing_to_compute(problem):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_what_is_kept(dropout_p, where):
+def test_what_is_kept(dropout_p):
     """What the call was given and gave, and no copy; with dropout its seed, and no mask."""
-    call = make_call(RAGGED, device=where)
+    call = make_call(RAGGED)
     kept = []
     call["q"].requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -112,27 +102,20 @@ def test_what_is_kept(dropout_p, where):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1), (-1, 100)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1)])
 def test_lengths_around_tiles(window, head_dim, device):
-    lengths = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192, 63, 65)
-    options = {"head_dim": head_dim, "heads_kv": 2, "group": 2, "window": window}
-    check(VarlenProblem(lengths, lengths, **options), device)
-    check(VarlenProblem(lengths, lengths[::-1], **options), device)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_sums_with_and_without_zeros(causal, head_dim, device):
-    """Of one call, around the lengths from which on there are zeros; and of unlike lengths."""
-    keys = most_keys_unzeroed(Window(right=0 if causal else NO_BOUND))
-    lengths = (keys, keys + 1, 1, keys - 1, 0, keys + 64)
-    check(VarlenProblem(lengths, lengths, causal=causal, head_dim=head_dim), device)
+    """Also around the lengths from which on sums begin with zeros."""
+    keys = most_keys_unzeroed(Window(*window))
+    tiles = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192, 63, 65)
+    around = (keys, keys + 1, 1, keys - 1, 0, keys + 64)
     unlike = (keys + 1, 40, 700, 1, keys, 300)
-    check(VarlenProblem(lengths, unlike, causal=causal, head_dim=head_dim), device)
+    for lengths in ((tiles, tiles), (tiles, tiles[::-1]), (around, around), (around, unlike)):
+        check(VarlenProblem(*lengths, None, None, 0, 2, 2, head_dim, window=window), device)
+    if window == (-1, 0):
+        check(VarlenProblem(tiles, tiles, head_dim=head_dim, window=(-1, 100)), device)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
 def test_rows_that_are_not_used(causal, head_dim, device):
     problem = VarlenProblem(
         (70, 9, 300, 130, 500), (200, 50, 333, 64, 700), (70, 0, 150, 999, 64), (0, 50, 3, 64, 100),
@@ -189,18 +172,23 @@ def test_a_graph_serves_other_lengths(device):
             torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("ends", WRONG_ENDS)
-def test_wrong_lengths_end(ends, device):
+def test_wrong_lengths_end(device):
     call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
-    call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)
     leaves = [call[name].requires_grad_() for name in "qkv"]
-    out = fa3.flash_attn_varlen_func(**call)
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
-    torch.cuda.synchronize()
+    for ends in WRONG_ENDS:
+        call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)
+        out = fa3.flash_attn_varlen_func(**call)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1)])
+@pytest.mark.parametrize(
+    ("head_dim", "window"),
+    [
+        *((128, window) for window in ((-1, -1), (-1, 0), (40, 20), (70, -1))),
+        *((64, (-1, 0)), (64, (40, 20)), (256, (-1, 0)), (256, (-1, -1))),
+    ],
+)
 def test_deterministic_gradients_have_the_same_bits_every_time(window, head_dim, device):
     """Keys without queries, and rows that are not used, add nothing in any order."""
     draw = random.Random(0)
