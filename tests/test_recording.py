@@ -125,15 +125,20 @@ SECOND = 10**9
 """In nanoseconds."""
 
 
-@pytest.fixture
-def operands(plan, device):
-    return make_operands(plan.problem, device=device)
-
-
 @pytest.mark.gpu
 @every_plan
-def test_every_warpgroup_notes_every_unit_once(plan, operands):
-    _, notes = run_recorded(plan, *operands)
+def test_what_a_plan_notes(plan, device):
+    operands = make_operands(plan.problem, device=device)
+    out, notes = run_recorded(plan, *operands)
+    check_units(plan, notes)
+    check_times(notes, device)
+    plain, _ = fa3.flash_attn_func(*operands, causal=True, return_lse=True, plan=plan)
+    assert torch.equal(out, plain)
+    assert timeline_of(notes, plan).us > 0
+
+
+def check_units(plan: Plan, notes: list[Note]) -> None:
+    """Assert that every warpgroup notes every unit once."""
     cluster, consumers = plan.config.cluster, plan.config.consumers
     segments = {span.segment: span.cost.blocks for span in plan.simulate().spans}
     assert len(notes) == len(segments) * cluster * consumers
@@ -149,10 +154,8 @@ def test_every_warpgroup_notes_every_unit_once(plan, operands):
     )
 
 
-@pytest.mark.gpu
-@every_plan
-def test_a_warpgroup_does_one_thing_after_the_other(plan, operands, device):
-    _, notes = run_recorded(plan, *operands)
+def check_times(notes: list[Note], device) -> None:
+    """Assert that a warpgroup does one thing after the other."""
     first = min(note.began for note in notes)
     of_warpgroup = defaultdict(list)
     for note in notes:
@@ -164,15 +167,6 @@ def test_a_warpgroup_does_one_thing_after_the_other(plan, operands, device):
         assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     assert all(0 <= note.sm < sms for note in notes)
-
-
-@pytest.mark.gpu
-@every_plan
-def test_the_output_has_the_same_bits(plan, operands):
-    out, notes = run_recorded(plan, *operands)
-    plain, _ = fa3.flash_attn_func(*operands, causal=True, return_lse=True, plan=plan)
-    assert torch.equal(out, plain)
-    assert timeline_of(notes, plan).us > 0
 
 
 # --------------------------------------------------------------------------- notes that are made up
