@@ -48,6 +48,9 @@ FEW_HEADS = [
 ]
 """Few key/value heads, as under tensor parallelism: fewer key tiles than SMs, or hardly more."""
 
+IN_GRAPH = [FEW, *(cell for cell in FEW_HEADS if cell.seqlen_q <= 2 * K)]
+"""Shapes that are also replayed from a CUDA graph, where no host is slower than their kernels."""
+
 PACKED = packed.lognormal(64 * K)
 
 SHAPES: list[Cell] = [
@@ -88,7 +91,7 @@ CELLS = [
     with_passes(cell, passes, graph)
     for passes in PASSES
     for cell in SHAPES
-    for graph in ((False, True) if cell == FEW else (False,))
+    for graph in ((False, True) if cell in IN_GRAPH else (False,))
 ]
 
 BY_NAME = {cell.name: cell for cell in CELLS}
@@ -276,7 +279,8 @@ class Found:
     def providers_of(self, cell: Cell) -> list[Provider]:
         """Who is measured on a cell."""
         found = self.packed if isinstance(cell, PackedCell) else self.dense
-        shape, left_out = cell.name.removeprefix(f"{cell.passes}-"), set()
+        shape = cell.name.removeprefix(f"{cell.passes}-").removesuffix("-graph")
+        left_out = set()
         if shape not in ORDERED:
             left_out |= {ORDERED_OURS, ORDERED_FA4}
         if shape not in DROPPED:
