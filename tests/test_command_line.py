@@ -17,7 +17,7 @@ from fa3 import settings
 from fa3.__main__ import main
 from fa3.calls.call import AttentionCall, describe_tensors
 from fa3.calls.combine import prepare_combine
-from fa3.calls.execution import plan_decode
+from fa3.calls.execution import prepare_on_cache
 from fa3.calls.options import DENSE, PACKED, Options
 from fa3.calls.prepare import prepare_call
 from fa3.planning.explanation import quantity
@@ -151,7 +151,7 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
     call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
-    plan = plan_decode(call, Options(Window(right=0)))
+    plan = prepare_on_cache(call, Options(Window(right=0))).plan
     arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends
     printed = printed_plan(capsys, "--call", "cache", "--gpu", "H200", *arguments)

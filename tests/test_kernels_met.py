@@ -476,4 +476,4 @@ def test_the_page_has_the_numbers_of_the_code():
         Signature(PACKED, SPEC, CAUSAL, ratio, 1, H200).short_limit for ratio in (1, 2, 4, 128, 256)
     ]
     assert limits == [64, 64, 32, 1, 1]
-    assert signature_with(SPEC).shared_config.tile_m // 2 == 64
+    assert signature_with(SPEC).shared_tiling.tile_m // 2 == 64

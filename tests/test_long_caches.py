@@ -229,8 +229,7 @@ def prepared(monkeypatch):
         cache = operand(10, page_size, heads_kv, head_dim)
         table = operand(batch, pages, dtype=torch.int32)
         call = AttentionCall(q, cache, cache, *[None] * 7, table, None)
-        plan = execution.plan_decode(call, Options(**options))
-        return execution.PreparedPlan.of(plan, torch.device("cuda", 0)), kernels
+        return execution.prepare_on_cache(call, Options(**options)), kernels
 
     return prepare
 

@@ -15,7 +15,7 @@ from test_latest import operand
 import fa3
 from fa3.__main__ import main
 from fa3.calls.call import MOST_FORWARD_TILES, AttentionCall
-from fa3.calls.execution import plan_decode
+from fa3.calls.execution import prepare_on_cache
 from fa3.calls.options import Options
 from fa3.kernels.append import Append
 from fa3.kernels.combine import Combine
@@ -189,7 +189,7 @@ def test_names_of_other_kernels_are_in_the_documentation():
     backward = BackwardPlan.of(problem, num_sms=132, is_ordered=True).kernels.entry
     kernels += [backward.preprocess, backward.main]
     call = call_on_cache(PRESETS["llama3-8b"], 1, None)
-    kernels += [plan_decode(call, Options(CAUSAL, num_splits=4)).kernel()]
+    kernels += [prepare_on_cache(call, Options(CAUSAL, num_splits=4)).plan.kernel()]
     kernels += [Append("bfloat16", 64, 64, True, False, False, None)]
     names = list(map(describe_kernel, kernels))
     check_words(names)

@@ -14,7 +14,7 @@ threads, on several streams and in captured graphs share nothing that is written
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ from fa3.planning.routes import (
     launches_of_route,
 )
 from fa3.primitives.arithmetic import LARGEST
-from fa3.problem import REMEMBERED, Problem
+from fa3.problem import REMEMBERED
 from fa3.reference.steps import execute, execute_decode, execute_packed
 from fa3.running.graphs import Table
 from fa3.schedules.marked import words_of_marks
@@ -107,9 +107,6 @@ class PackedCall:
     # Gives the launches of a route with so many queries of the decode kernel. It loads kernels when
     # they are first asked for: those for many keys, or for split tiles, most calls never have.
     prepared: Callable[[str, int], Prepared] | None  # None on the CPU
-    # tile_m, tile_n: of tiles of one sequence.
-    tile_m: int
-    tile_n: int
 
     @classmethod
     def of(cls, signature: Signature, on_gpu: bool = False) -> "PackedCall":
@@ -126,10 +123,7 @@ class PackedCall:
             prepared(FORWARD, 0)
             if signature.shared_tiling is not None:
                 prepared(SHARED, 0)
-        config = signature.config
-        return cls(
-            signature, decode_plan, prepared if on_gpu else None, config.tile_m, config.tile_n
-        )
+        return cls(signature, decode_plan, prepared if on_gpu else None)
 
     def attend(self, values: dict[str, Any], sizes: PackedSizes) -> None:
         """Write the rows of out and lse that belong to queries that are used.
@@ -174,7 +168,8 @@ class PackedCall:
         """Add what launches take for tiles with rows of one sequence; return the memory."""
         signature = self.signature
         batch, heads, total_q, total_k, _, most_keys = sizes
-        capacity = capacity_of_table(total_q, batch, self.tile_m)
+        tile_m, tile_n = signature.config.tile_m, signature.config.tile_n
+        capacity = capacity_of_table(total_q, batch, tile_m)
         num_tiles, num_sms = capacity * heads, signature.gpu.num_sms
         num_ctas = min(num_sms, num_tiles)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.
@@ -185,7 +180,7 @@ class PackedCall:
             # Of a cache, each sequence has room for so many keys.
             "total_k": total_k if signature.cache is None else most_keys,
             "capacity": capacity,
-            "shift": shift_of_work(most_keys, self.tile_n),
+            "shift": shift_of_work(most_keys, tile_n),
             "short_queries": route.most_queries,
             "qhead_per_kvhead": heads // signature.heads_kv,
             "num_clusters": num_ctas,
@@ -194,7 +189,7 @@ class PackedCall:
         counters, parts = [], list(prepared.memory.parts)
         if route.splits_on_gpu:
             num_slots = most_slots(num_tiles, num_sms)
-            of_parts = Memory.of_parts(num_slots, self.tile_m, signature.spec.head_dim_v)
+            of_parts = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
             counters, parts = [*of_parts.counters], [*parts, *of_parts.parts]
             segments = table.new_empty(segment_rows(num_tiles) * num_sms * FIELDS)
             values |= {"segments": segments, "heads": heads}
@@ -236,12 +231,10 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | Pa
     """Choose how calls on a cache run, and load their kernels.
 
     Args:
-        call: of `plan_decode`.
+        call: valid, and with room for keys and queries.
     """
     device = call.q.device
-    if not call.is_packed or options.num_splits or options.batch_invariant or call.has_fp8_q:
-        return PreparedPlan.of(plan_decode(call, options), device)
-    # Neither the number of sequences nor their most queries counts: both change in every step.
+    on_gpu = device.type == "cuda"
     window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)
     group = call.heads_q // call.heads_kv
     sizes = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
@@ -251,44 +244,30 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | Pa
     signature = Signature(
         CACHE, spec, window, call.heads_q, call.heads_kv, gpu_for_call(device, options.sm_margin),
         options.sm_margin, call.cache_layout, call.capacity, 1 if fits else call.batch,
-        has_used_q=call.seqused_q is not None,
+        call.is_packed, has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
+        batch_invariant=options.batch_invariant, has_fp8_q=call.has_fp8_q,
+        appends=call.k_new is not None and not call.is_packed,
     )  # fmt: skip
     most_rows = PackedSizes(
         call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
     )
     name, most_queries, _ = choose_route(signature, most_rows)
-    if name == DECODE and call.has_fp8_cache:
-        # How many CTAs serve an FP8 cache depends on the number of sequences.
-        return PreparedPlan.of(plan_decode(call, options), device)
-    made = packed_call(signature, device.type == "cuda")
     if name == DECODE:
+        # The number of packed sequences and their most queries change in every step. So it does not
+        # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
+        if not (call.is_packed and signature.may_split) or call.has_fp8_cache:
+            signature = replace(signature, batch=call.batch)
+        made = packed_call(signature, on_gpu)
+        plan = made.decode_plan(most_queries, False)
+        if on_gpu and plan.cut.has_parts:
+            memory = torch.cuda.get_device_properties(device).total_memory
+            check_workspace(plan.workspace, call.head_dim_v, call.capacity, memory)
         # Without a route to look up in each call.
-        loaded = made.prepared and made.prepared(DECODE, most_queries)
-        return PreparedPlan(made.decode_plan(most_queries, False), loaded)
+        return PreparedPlan(plan, made.prepared and made.prepared(DECODE, most_queries))
+    made = packed_call(signature, on_gpu)
     if made.prepared is not None:
         # Now, since no length may cause a compilation.
         for name in (BOTH, *[BOTH_SPLIT] * signature.can_split):
             made.prepared(name, signature.short_limit)
         made.prepared(DECODE, signature.most_queries_of_few)
     return made
-
-
-def plan_decode(call: AttentionCall, options: Options) -> DecodePlan:
-    """Choose how calls of a description run in the decode kernel.
-
-    Args:
-        call: valid, and with room for keys and queries.
-    """
-    heads = call.heads_kv, call.heads_q // call.heads_kv
-    window = Sizes(call.batch, call.seqlen_q, *heads, call.capacity).bounds(options.window)
-    spec = call.spec(options, window, window.right == 0)
-    plan = DecodePlan.of(
-        Problem(spec, call.batch, call.seqlen_q, call.capacity, *heads, window),
-        gpu_for_call(call.q.device, options.sm_margin), call.cache_layout,
-        options.num_splits, options.batch_invariant, call.k_new is not None,
-        is_packed=call.is_packed, has_used_q=call.seqused_q is not None, has_fp8_q=call.has_fp8_q,
-    )  # fmt: skip
-    if call.q.device.type == "cuda" and plan.cut.has_parts:
-        memory = torch.cuda.get_device_properties(call.q.device).total_memory
-        check_workspace(plan.workspace, call.head_dim_v, call.capacity, memory)
-    return plan

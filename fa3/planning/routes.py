@@ -108,6 +108,7 @@ class Signature:
     batch_invariant: bool = False
     pack_gqa: bool | None = None
     has_fp8_q: bool = False  # whether queries are FP8, as the cache is
+    appends: bool = False  # whether a kernel appends to the cache before; see `DecodePlan`
 
     @cached_property
     def short_limit(self) -> int:
@@ -146,13 +147,16 @@ class Signature:
         return self.shared_config if self.call == PACKED and self.may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        """Return the plan of sequences of so many packed queries or fewer."""
+        """Return the plan of sequences of so many queries; of so many or fewer if packed."""
         heads = self.heads_kv, self.heads_q // self.heads_kv
-        sizes = self.batch, most_queries, self.capacity
-        layout = self.cache or CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
+        problem = Problem(self.spec, self.batch, most_queries, self.capacity, *heads, self.window)
+        layout, options = CacheLayout(is_packed=True, has_seqlens=self.has_used_k), ()
+        if self.cache is not None:
+            layout, options = self.cache, (self.num_splits, self.batch_invariant, self.appends)
         return DecodePlan.of(
-            Problem(self.spec, *sizes, *heads, self.window), self.gpu, layout, is_packed=True,
+            problem, self.gpu, layout, *options, is_packed=self.has_packed_queries,
             has_used_q=self.has_used_q, overlaps_forward=overlaps_forward,
+            has_fp8_q=self.has_fp8_q,
         )  # fmt: skip
 
     def route(self, sizes: "PackedSizes") -> "Route":
@@ -176,7 +180,7 @@ class Signature:
 
     # ---------------------------------------------------- the forward kernel on packed queries
 
-    @property
+    @cached_property
     def config(self) -> ForwardConfig:
         """The tiling for long sequences; it depends on the spec only, so no length compiles."""
         tiling = general_tiling
