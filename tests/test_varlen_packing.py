@@ -119,7 +119,8 @@ MODIFIED = {
 @pytest.mark.parametrize("name", MODIFIED)
 def test_what_asks_for_places_in_a_sequence_does_not_share_tiles(name):
     spec, may_share = MODIFIED[name]
-    assert signature_with(spec, has_used_q=True, has_used_k=True).may_share == may_share
+    tiling = signature_with(spec, has_used_q=True, has_used_k=True).shared_tiling
+    assert (tiling is not None) == may_share
 
 
 def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSizes:
@@ -161,7 +162,7 @@ def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
 def test_every_head_size_has_a_tiling_of_two_halves(tiling):
     spec = replace(SPEC, head_dim=tiling.head_dim, head_dim_v=tiling.head_dim_v)
     signature = signature_with(spec)
-    config = signature.shared_config
+    config = signature.shared_tiling
     assert config.tile_m == 2 * ROWS and not config.fixed_reference
     config.validate(signature.shared_spec)
 

@@ -137,24 +137,28 @@ class Signature:
         """Whether both kernels may have sequences. They would take SMs that are reserved."""
         if self.call != CACHE:
             return self.call == PACKED and self.may_decode
-        is_free = not (self.num_splits or self.batch_invariant or self.sm_margin)
-        is_free = is_free and not self.has_fp8_q
+        is_free = self.may_split and not (self.sm_margin or self.has_fp8_q)
         return self.has_packed_queries and is_free and self.finds_keys
 
     @cached_property
     def shared_tiling(self) -> ForwardConfig | None:
-        """The tiling of tiles that sequences share; None if they cannot."""
-        return self.shared_config if self.call == PACKED and self.may_share else None
+        """The tiling of tiles that sequences share, too short to gain by a fixed row max.
+        None if they cannot: where scores, a mask or dropout ask for a row's place in its sequence,
+        and in FP8, whose scales are by sequence."""
+        spec = self.spec
+        of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
+        may_share = self.call == PACKED and not (of_rows or spec.has_dropout or spec.is_fp8)
+        return halved_tiling(self.shared_spec) if may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
         """Return the plan of sequences of so many queries; of so many or fewer if packed."""
         heads = self.heads_kv, self.heads_q // self.heads_kv
         problem = Problem(self.spec, self.batch, most_queries, self.capacity, *heads, self.window)
-        layout, options = CacheLayout(is_packed=True, has_seqlens=self.has_used_k), ()
-        if self.cache is not None:
-            layout, options = self.cache, (self.num_splits, self.batch_invariant, self.appends)
+        layout = self.cache or CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
+        # With packed keys these options say how the forward kernel works.
+        options = (self.num_splits, self.batch_invariant) if self.cache else (0, False)
         return DecodePlan.of(
-            problem, self.gpu, layout, *options, is_packed=self.has_packed_queries,
+            problem, self.gpu, layout, *options, self.appends, is_packed=self.has_packed_queries,
             has_used_q=self.has_used_q, overlaps_forward=overlaps_forward,
             has_fp8_q=self.has_fp8_q,
         )  # fmt: skip
@@ -197,14 +201,6 @@ class Signature:
         return cache.box(self.config.tile_n) > 0
 
     @property
-    def may_share(self) -> bool:
-        """Whether sequences may share tiles: not where scores, a mask or dropout ask for a row's
-        place in its sequence, nor in FP8, whose scales are by sequence."""
-        spec = self.spec
-        of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
-        return not (of_rows or spec.has_dropout or spec.is_fp8)
-
-    @property
     def can_split(self) -> bool:
         """Whether tiles can be split: without functions of the user's and without dropout."""
         return not (self.spec.has_user_functions or self.spec.has_dropout)
@@ -213,11 +209,6 @@ class Signature:
     def shared_spec(self) -> AttentionSpec:
         """What the kernel for shared tiles is compiled for: a table says what rows see."""
         return replace(self.spec, mask=Intervals())
-
-    @property
-    def shared_config(self) -> ForwardConfig:
-        """The tiling of shared tiles: they are too short to gain by a fixed row max."""
-        return halved_tiling(self.shared_spec)
 
     def kernels(self, splits: bool = False) -> tuple[Forward, ...]:
         """The forward kernel for whole or for split tiles, then recompute if rows can fail."""
@@ -255,10 +246,12 @@ class Signature:
     def shared_launches(self) -> list[Launch]:
         """Return the launches of a call with shared tiles: their tables, the forward kernel, and
         recompute for rows that are not finite, sequence by sequence."""
+        config = self.shared_tiling
+        assert config is not None
         kind = self.spec.mask, self.has_used_q, self.has_used_k
-        table = MultiSequenceTable(self.shared_config.tile_m, *kind)
+        table = MultiSequenceTable(config.tile_m, *kind)
         rows = {"window_left": self.window.left, "window_right": self.window.right}
-        shared = Forward(self.shared_spec, self.shared_config, MultiSequenceTiles)
+        shared = Forward(self.shared_spec, config, MultiSequenceTiles)
         again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
         # Softcaps have no tensors, so the mask's comes first.
         values: dict[str, Any] = {
