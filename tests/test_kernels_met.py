@@ -220,7 +220,7 @@ def met(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, set]:
     """What `warmup` compiles for the model on an H200 and an H100, by the kind of calls."""
-    rotary = warmup.rotary_of(MODEL, "halves", MODEL.dtype)
+    rotary = warmup.rotary_of(MODEL, "halves")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warmup, "known_gpus", lambda: [H200, H100])
         return {call: set(warmup.kernels_of(MODEL, (call,), PAGE_SIZES, rotary)) for call in CALLS}

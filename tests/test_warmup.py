@@ -107,7 +107,6 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
         (ValueError, {"heads": None}, "heads and head_dim must be given, or a preset"),
         (ValueError, {"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
         (ValueError, {"preset": "gpt-oss", "heads": (3, 2)}, "heads must be .* got .3, 2."),
-        (ValueError, {"preset": "gpt-oss", "rotary_dtype": "fp16"}, "rotary_dtype must be of .*'f"),
         (ValueError, {"heads": (3, 2)}, "heads must be .* got .3, 2."),
         (ValueError, {"heads": (10**11, 1)}, "heads must be up to 1024 .* got .1000"),
         (ValueError, {"heads": (2,)}, "heads must be two integers .* got .2,."),
@@ -209,12 +208,8 @@ def test_calls_have_room_for_the_tiles_of_all_sizes():
             {"heads": (32, 8), "head_dim": 128, "window_size": [4095, 0], "causal": False},
         ),
         (
-            "--preset gpt-oss --page-size 16 --page-size 0 --rotary-dtype float32 --calls packed "
-            "cache",
-            {
-                "preset": "gpt-oss", "page_sizes": [16, 0], "rotary_dtype": "float32",
-                "calls": ["packed", "cache"],
-            },
+            "--preset gpt-oss --page-size 16 --page-size 0 --calls packed cache",
+            {"preset": "gpt-oss", "page_sizes": [16, 0], "calls": ["packed", "cache"]},
         ),
         (
             "--heads 8,8 --head-dim 64 --full --dtype fp16 --sinks --dry-run --softcap 3",

@@ -155,8 +155,6 @@ def add_compile(commands) -> None:
         "as Llama does, or neighbouring pairs of columns; none: no embedding (default: halves)"
     )
     add_option(model, "--rotary", ROTARIES, rotary)
-    tables = "dtype of the rotary embedding's tables (default: the model's)"
-    add_option(model, "--rotary-dtype", ("bf16", "fp16", "float32"), tables)
     caches = "dtype of the cache: the model's, or float8_e4m3fn (default: auto)"
     add_option(model, "--cache-dtype", CACHE_DTYPES, caches)
     add_option(model, "--processes", int, "compile in N processes (default: one per core)")

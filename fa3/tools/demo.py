@@ -1,7 +1,7 @@
 """The demo: one attention problem of a language model, planned, compiled, checked, timed, drawn.
 
 On a Hopper GPU the kernel runs, and cuDNN runs for comparison. Without one, everything else
-happens: plan, compilation for sm_90a, a look at the machine code, the same algorithm on the CPU.
+happens: plan, compilation for sm_90a, the same algorithm on the CPU.
 """
 
 import argparse
@@ -13,11 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import flash_attn_func
 from fa3.planning.gpu import H200
-from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem
 from fa3.running.compiler import compile_kernel
-from fa3.tools.cubin import inspect
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import random_operands
 from fa3.tools.timing import time_in_turn
@@ -37,7 +35,8 @@ def show_demo(options: argparse.Namespace) -> None:
         paragraph("Is it right?", compare(LLAMA_PREFILL, "cuda"))
         paragraph("How fast is it?", time_with_cudnn())
     else:
-        paragraph("Machine code", machine_code(plan))
+        print("\nCompiling the kernel for sm_90a ...", flush=True)
+        paragraph("Machine code", f"{len(compile_kernel(plan.kernel()).cubin):,} bytes for sm_90a.")
         paragraph("Is it right?", compare(SMALL, "cpu"))
     picture = f"{options.png.resolve()}: one row for each SM or cluster, one bar for each tile."
     try:
@@ -48,31 +47,14 @@ def show_demo(options: argparse.Namespace) -> None:
     if not on_hopper:
         paragraph(
             "No kernel ran on a GPU",
-            "This machine has no Hopper GPU. The kernel was compiled and inspected. The difference "
-            "above\ncomes from the CPU reference, which follows the same algorithm.",
+            "This machine has no Hopper GPU. The difference above comes from the CPU reference, "
+            "which follows\nthe same algorithm.",
         )
 
 
 def paragraph(title: str, text: str) -> None:
     """Print a paragraph below its title."""
     print(f"\n{title}\n{'-' * len(title)}\n{text}", flush=True)
-
-
-def machine_code(plan: Plan) -> str:
-    """Compile the kernel of a plan for sm_90a; what it takes of an SM."""
-    print("\nCompiling the kernel for sm_90a ...", flush=True)
-    cubin = compile_kernel(plan.kernel()).cubin
-    shared = plan.config.smem_bytes(plan.problem.spec)
-    text = f"A CTA has {plan.config.threads} threads and {shared:,} bytes of shared memory.\n"
-    try:
-        report = inspect(cubin)
-    except ModuleNotFoundError as error:
-        return f"{text}Instructions were not counted: {error}."
-    return (
-        f"{text}It has {len(report.instructions):,} instructions: {report.count('HGMMA')} matrix "
-        f"products (WGMMA), {report.count('UTMALDG')} loads and {report.count('UTMASTG')} stores "
-        f"by TMA, {report.count('MUFU.EX2')} exponentials. {report.stack_bytes} bytes are spilled."
-    )
 
 
 def compare(problem: Problem, device: str) -> str:

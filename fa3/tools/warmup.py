@@ -100,7 +100,6 @@ def warmup(
     calls: Iterable[str] = tuple(CALLS),
     page_sizes: Sequence[int] = PAGE_SIZES,
     rotary: str = "halves",
-    rotary_dtype: str | torch.dtype | None = None,
     cache_dtype: str = "auto",
     processes: int | None = None,
     progress: bool = True,
@@ -133,7 +132,6 @@ def warmup(
         page_sizes: tokens of a page of the caches, 0 for a cache without pages.
         rotary: what turns together when tokens are appended, "halves" or "pairs" of all columns;
             "none" for no embedding.
-        rotary_dtype: of its tables, the model's or float32; the model's by default.
         cache_dtype: of the caches: "auto" for the model's, or "fp8" for float8_e4m3fn.
         processes: how many compile; one for each core by default.
         progress: whether to print a line for each compiled kernel on the standard error.
@@ -171,8 +169,7 @@ def warmup(
         raise TypeError(f"calls must be a tuple or list of names, got {shown(calls)}")
     calls = tuple(one_of("calls", call, CALLS) for call in calls)
     page_sizes = integers("page_sizes", page_sizes, 0)
-    tables = None if rotary_dtype is None else name_of_dtype(rotary_dtype)
-    embedding = rotary_of(model, rotary, tables)
+    embedding = rotary_of(model, rotary)
     processes = None if processes is None else integer("processes", processes, 1)
     kernels = tuple(dict.fromkeys(kernels_of(model, calls, page_sizes, embedding)))
     if not kernels:
@@ -358,12 +355,9 @@ def kernels_on_cache(
             yield from filter(None, (plan.kernel(), plan.combine()))
 
 
-def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | None:
-    """Return the rotary embedding of a name in `ROTARIES`; None for "none".
-    Its tables have a dtype, by default the model's."""
+def rotary_of(model: Model, rotary: str) -> Rotary | None:
+    """Return the rotary embedding of a name in `ROTARIES`; None for "none"."""
     interleaved = ROTARIES[one_of("rotary", rotary, ROTARIES)]
-    if dtype is not None:
-        one_of("rotary_dtype", dtype, (model.out_dtype, "float32"))
     if interleaved is None:
         return None
     if model.head_dim % ROTARY_UNIT:
@@ -371,4 +365,4 @@ def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | N
             f"rotary must be 'none' with head_dim {model.head_dim}, got {rotary!r}: an embedding "
             f"turns a multiple of {ROTARY_UNIT} columns"
         )
-    return Rotary(model.head_dim, interleaved, dtype or model.out_dtype)
+    return Rotary(model.head_dim, interleaved, model.out_dtype)
