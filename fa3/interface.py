@@ -11,8 +11,7 @@ name. `install` makes this module the one that other libraries import.
 import sys
 
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.forward import flash_attn_func
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.functions import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.options import flag
 from fa3.calls.passes import (
     _flash_attn_backward,
@@ -20,7 +19,6 @@ from fa3.calls.passes import (
     flash_attn_qkvpacked_func,
 )
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
-from fa3.calls.varlen import flash_attn_varlen_func
 
 __all__ = [
     "_flash_attn_backward",

@@ -172,8 +172,8 @@ class Problem:
         """
         # By its name, since it is on a floor above: the checks of a call need torch, and the rest
         # of this module does not.
-        posed = importlib.import_module("fa3.calls.posed")
-        return posed.problem_posed_by(
+        prepare = importlib.import_module("fa3.calls.prepare")
+        return prepare.problem_posed_by(
             (q, k, v), dtype, (alibi_slopes, sinks, score, mask), causal, window_size, softcap,
             dropout_p,
         )  # fmt: skip

@@ -14,8 +14,8 @@ from problems import poisoned_allocations
 from reference import FLOOR, Expected, expected, largest_difference
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
-from fa3.calls import scales as scales_of_calls
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls import prepare
+from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
@@ -449,10 +449,10 @@ def test_calls_first_met_in_a_capture_make_their_own_scales(monkeypatch):
     """Memory of a graph is written when the graph runs, which may be after other calls."""
     call, exact = make_fp8_call((31, 7, 9, 2, 5), "cpu")
     with monkeypatch.context() as capture:
-        capture.setattr(scales_of_calls, "is_capturing", lambda device: True)
+        capture.setattr(prepare, "is_capturing", lambda device: True)
         check_results(exact, *attend(call)[:2])
     check_results(exact, *attend(call)[:2])
-    scales = scales_of_calls.Scales(torch.device("cpu"), 3, False, None)
+    scales = prepare.Scales(torch.device("cpu"), 3, False, None)
     one, other = (scales.of(2, None, None, None)[0] for _ in range(2))
     assert one.data_ptr() != other.data_ptr() and one.shape == (2, 3)
 

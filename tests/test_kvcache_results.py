@@ -20,7 +20,7 @@ from fa3 import settings as fa3_settings
 from fa3.calls import assertions as calls_assertions
 from fa3.calls.call import NAMES_BY_KIND, OF_INTEGERS, AttentionCall, describe_tensors
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.options import CACHED
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import HostValues, values_on_host

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fa3
-from fa3.calls import attention, combine, kvcache, varlen
+from fa3.calls import attention, combine
 from fa3.calls.call import TENSORS
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
@@ -37,18 +37,18 @@ def packed_call(rows: int = 9, batch: int = 2, **changes) -> dict:
 
 
 CALLS = {
-    "cache": (fa3.flash_attn_with_kvcache, cache_call, kvcache),
-    "packed": (fa3.flash_attn_varlen_func, packed_call, varlen),
+    "cache": (fa3.flash_attn_with_kvcache, cache_call),
+    "packed": (fa3.flash_attn_varlen_func, packed_call),
 }
 
 
 @pytest.fixture(params=CALLS)
 def kind(request):
-    """A function, what makes a call of it, and its module; such calls have been made before."""
-    function, make, module = CALLS[request.param]
+    """A function, and what makes a call of it; such calls have been made before."""
+    function, make = CALLS[request.param]
     for _ in range(3):
         function(**make())
-    return function, make, module
+    return function, make
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def stop_describing(monkeypatch):
 
 
 def test_a_call_like_the_one_before_is_not_described(kind, stop_describing):
-    function, make, _ = kind
+    function, make = kind
     stop_describing()
     function(**make())
 
@@ -145,7 +145,7 @@ def test_a_tensor_that_requires_grad_is_refused():
 
 
 def test_a_tangent_is_refused(kind):
-    function, make, _ = kind
+    function, make = kind
     call = make()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(call["q"], torch.ones_like(call["q"]))
@@ -211,7 +211,7 @@ def test_what_torch_lets_nobody_write_is_refused_in_every_call(was_in_inference)
 
 
 def test_no_tensor_is_kept(kind):
-    function, make, _ = kind
+    function, make = kind
     call = make()
     for _ in range(3):
         function(**call)

@@ -17,7 +17,7 @@ from test_split import HostLengths, segments
 from fa3.calls import combine, devices, execution, launcher, prepare
 from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.kernels.append import MOST_VECTORS, THREADS

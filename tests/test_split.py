@@ -13,7 +13,7 @@ from reference import check_call
 from valid_calls import OnGpu
 
 from fa3.calls import assertions as calls_assertions
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.options import Options
 from fa3.calls.prepare import prepare_call
 from fa3.calls.scheduler_metadata import get_scheduler_metadata

@@ -13,8 +13,7 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.eager import in_memory, is_traced
-from fa3.calls.forward import flash_attn_func
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.functions import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.operands import (
     FP8_DTYPE,
     check_apart,
@@ -27,7 +26,6 @@ from fa3.calls.operands import (
 )
 from fa3.calls.options import as_pair, check_window, converted, flag, integer, real
 from fa3.calls.user_functions import flatten_function
-from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.complaints import kind_of
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask

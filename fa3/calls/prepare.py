@@ -6,7 +6,7 @@ lengths of packed tensors are, nothing here depends on them.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Any
@@ -20,13 +20,23 @@ from fa3.calls.call import (
     Described,
     Tensors,
     check_tensors,
+    placed_tensors,
 )
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.execution import PackedCall, PreparedPlan, packed_call, prepare_on_cache
-from fa3.calls.modifiers import function_names
-from fa3.calls.operands import DTYPES, CheckOfAddresses, Outputs, hide_all_keys
-from fa3.calls.options import DENSE, PACKED, Options
-from fa3.calls.scales import Scales
+from fa3.calls.modifiers import function_names, functions_of
+from fa3.calls.operands import (
+    ALIGNMENT,
+    DTYPES,
+    FP8_DTYPE,
+    CheckOfAddresses,
+    Operand,
+    Outputs,
+    check_rank,
+    describe,
+    hide_all_keys,
+)
+from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
 from fa3.calls.tuned_plans import plan_call
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning import routes
@@ -34,11 +44,61 @@ from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, PackedSizes, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
-from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
+from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.append import HostAppend
 from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
+from fa3.running.graphs import idle_stream, is_capturing, made_apart
 from fa3.settings import check_settings
+
+
+@functools.cache
+def one_on(device: torch.device) -> torch.Tensor:
+    """A one, (1, 1), that calls on any stream may read. Must not be called during a capture."""
+    make = functools.partial(torch.ones, 1, 1, dtype=torch.float32, device=device)
+    if device.type != "cuda":
+        return make()
+    idle = idle_stream(device)
+    with torch.cuda.stream(idle):
+        one = made_apart(make, device)
+        idle.synchronize()
+    return one
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a call with FP8 tensors."""
+
+    device: torch.device  # of the call
+    heads_kv: int
+    has_fp8_q: bool  # whether queries have a scale
+    # A one, (1, 1), for descales that are not given. None if it would have been made during a
+    # capture: then each call makes its own, as a graph writes its memory when it runs.
+    one: torch.Tensor | None
+
+    @classmethod
+    def on(cls, device: torch.device, heads_kv: int, has_fp8_q: bool) -> "Scales":
+        """The scales of calls of a description."""
+        return cls(device, heads_kv, has_fp8_q, None if is_capturing(device) else one_on(device))
+
+    def of(
+        self,
+        batch: int,
+        scale_q: torch.Tensor | None,
+        scale_k: torch.Tensor | None,
+        scale_v: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The `descales` of a launch: of keys, values and, if they are FP8, queries."""
+        found = scale_k, scale_v, *[scale_q] * self.has_fp8_q
+        given = [scale for scale in found if scale is not None]
+        if len(given) == len(found):
+            return tuple(given)
+        one, shape = self.one, (batch, self.heads_kv)
+        if one is None:
+            ones = torch.ones(shape, dtype=torch.float32, device=self.device)
+        else:
+            ones = one.expand(shape)
+        return tuple([ones if scale is None else scale for scale in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +252,51 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
         "kernels": kernels, "problem": problem, "num_sms": plan.gpu.num_sms,
         "scales": Scales.on(device, call.heads_kv, True) if call.is_fp8 else None,
     }  # fmt: skip
+
+
+def problem_posed_by(
+    operands: Sequence[torch.Tensor | Sequence[int]],  # q, k and v
+    dtype: str | None,
+    modifiers: Sequence[Any],  # alibi_slopes, sinks, score and mask
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    dropout_p: float,
+) -> Problem:
+    """The problem of a call; `Problem.of` says what the arguments are."""
+    q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
+    slopes, sinks, score, mask = modifiers
+    values = causal, softcap, 0, 0, 0, False, False, False, dropout_p, None, None
+    options = checked_options(DENSE, (False, *[None] * 5), window_size, values).options
+    check_rank("q", q)
+    slopes, sinks = (
+        None if tensor is None else describe(name, tensor, 1, name == "sinks")
+        for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))
+    )
+    functions, _ = functions_of(q, score, mask)
+    described = placed_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks)
+    call = AttentionCall.of(described, DENSE)
+    check_tensors(call)
+    return call.problem(options._replace(functions=functions))
+
+
+def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
+    """A tensor as it is described, or one on the CPU with this shape and aligned rows."""
+    if isinstance(given, torch.Tensor):
+        if dtype is not None:
+            raise ValueError(
+                f"dtype must be None with tensors, which have their own, got {dtype!r}"
+            )
+        return describe(name, given, ALIGNMENT, True)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a torch.Tensor or a shape, got {type(given).__name__}")
+    shape = tuple(integer(name, size, 0) for size in given)
+    types = {known: kind for kind, known in (DTYPES | {FP8_DTYPE: FP8}).items()}
+    if dtype is not None and dtype not in types:
+        raise ValueError(f"dtype must be one of {list(types)}, got {dtype!r}")
+    rows = *shape[:-1], -(-shape[-1] // HEAD_DIM_UNIT) * HEAD_DIM_UNIT if shape else 0
+    strides = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(shape)))
+    return Operand(shape, strides, types[dtype or "bfloat16"], torch.device("cpu"))
 
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:

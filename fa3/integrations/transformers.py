@@ -32,9 +32,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils import is_tracing
 
 from fa3.calls.autograd import wants_gradient
-from fa3.calls.forward import flash_attn_func
-from fa3.calls.kvcache import flash_attn_with_kvcache
-from fa3.calls.varlen import flash_attn_varlen_func
+from fa3.calls.functions import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.primitives.coords import Position
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask

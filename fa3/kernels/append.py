@@ -1,6 +1,6 @@
 """Append new keys and values to a cache; apply the rotary embedding to new keys and to queries.
 
-`fa3.calls.kvcache` launches it before the attention kernel, which reads the cache, the new
+`fa3.calls.prepare` launches it before the attention kernel, which reads the cache, the new
 lengths and the rotated queries. Each thread makes one 16-byte vector: it finds its row (one head of
 a token), loads the vector and, if it rotates, the vector's partner, and stores the result. Lengths
 are read on the device, so a captured graph appends further at every replay.

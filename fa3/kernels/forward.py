@@ -1,6 +1,6 @@
 """Forward attention for Hopper: O = softmax(scale Q K^T + mask) V, and each row's log-sum-exp.
 
-`fa3.calls.forward` launches it on the caller's tensors, which receive O and the log-sum-exps.
+`fa3.calls.execution` launches it on the caller's tensors, which receive O and the log-sum-exps.
 A CTA computes tile after tile: query rows of one head. It streams the key blocks that the mask
 touches, from the last to the first, and keeps a running softmax, so scores never leave registers.
 With a `cache`, packed queries attend to keys in a cache or its pages, whose blocks come in boxes.

@@ -1,7 +1,7 @@
 """`Plan`: how one forward problem runs, as a value.
 
-`fa3.planning.planner` chooses it, or a caller makes it by hand (`check_plan`). `fa3.calls.forward`
-launches its kernels, `fa3.reference.steps` walks it on the CPU.
+`fa3.planning.planner` chooses it, or a caller makes it by hand (`check_plan`).
+`fa3.calls.execution` launches its kernels, `fa3.reference.steps` walks it on the CPU.
 """
 
 from dataclasses import dataclass, field, replace

@@ -2,7 +2,7 @@
 
 It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
 times; `plan_dense` compares the best with the decode kernel (`fa3.planning.decode`). Runs on
-the host and needs no GPU. `fa3.calls.forward` and the command line call it.
+the host and needs no GPU. `fa3.calls.prepare` and the command line call it.
 """
 
 from collections.abc import Callable, Iterable

@@ -4,7 +4,7 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.execution import PreparedPlan
-from fa3.calls.scales import Scales
+from fa3.calls.prepare import Scales
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
 from fa3.planning.plan import Plan, check_plan

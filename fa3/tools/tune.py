@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.forward import flash_attn_func
+from fa3.calls.functions import flash_attn_func
 from fa3.calls.tuned_plans import forget_plans, keep_plan
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import describe_problem, duration
