@@ -23,7 +23,7 @@ FLOOR = 2e-5
 """Error that is always allowed, of gradients of size 1: the PyTorch computation can be exact."""
 
 
-OPTIONS = "deterministic", "sm_margin"
+OPTIONS = "deterministic", "sm_margin", "schedule"
 """Arguments of a call that make no difference to what should come of it."""
 
 

@@ -74,15 +74,15 @@ def kernel_of_packed_keys(spec: AttentionSpec, **options) -> Decode:
 DECODING = {
     "crews": kernel_of(CAUSAL, "contiguous", CtaGroups),
     "crews-page1": kernel_of(spec_of(mask="causal", **MODIFIED), "page1", CtaGroups),
-    "(72, 200)-page1": kernel_of(spec_of((72, 200)), "page1"),
-    **{cache: kernel_of(CAUSAL, cache) for cache in ("contiguous", "padded", "page24")},
-    "NoSplit": kernel_of(CAUSAL, "contiguous", NoSplit),
-    "window": kernel_of(spec_of(mask="window"), "page16"),
-    "packed keys": kernel_of_packed_keys(spec_of((64, 64))),
+    "contiguous": kernel_of(CAUSAL, "contiguous"),
+    "(72, 200)-page24": kernel_of(spec_of((72, 200)), "page24"),
+    "NoSplit-padded": kernel_of(CAUSAL, "padded", NoSplit),
     "packed keys, 256": kernel_of_packed_keys(
         spec_of((256, 256), "causal", **MODIFIED), has_used_q=True
     ),
-    "packed queries": kernel_of(CAUSAL, "page16", FixedSplit, is_packed=True),
+    "packed queries, window": kernel_of(
+        spec_of(mask="window"), "page16", FixedSplit, is_packed=True
+    ),
     "mask": kernel_of_functions(
         replace(spec_of(), mask=Intersection(MASKS["causal"], DOCUMENTS)), 1
     ),

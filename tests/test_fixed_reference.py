@@ -170,7 +170,7 @@ def test_ordinary_scores(head_dim, window, device):
     problem = make_problem(2, 1100, 1500, 2, 2, head_dim, window)
     q, k, v = make_operands(problem, device=device)
     seen = {}
-    for schedule, cluster in WAYS:
+    for schedule, cluster in WAYS if head_dim == 128 else WAYS[::3]:
         plan = plan_of(problem, schedule, **cluster)
         assert not marked(plan, q, k, v)
         out, lse = attend(q, k, v, window, plan=plan)
