@@ -225,12 +225,12 @@ def test_the_command_line_says_what_the_call_says(arguments, options, monkeypatc
 
     def warmup(**named):
         calls.append(named)
-        return module.Warmup(SMALL, SMALL[:1], 3.2)
+        return "what was done"
 
     monkeypatch.setattr(module, "warmup", warmup)
     main(["compile", *arguments.split()])
     assert calls == [{"causal": True, "sinks": False, "dry_run": False} | options]
-    assert "2 kernels: 1 were on disk, 1 compiled, in 3 s\n" in capsys.readouterr().out
+    assert capsys.readouterr().out == "what was done\n"
 
 
 @pytest.mark.compiles
@@ -239,10 +239,10 @@ def test_kernels_are_compiled_once_in_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "kernels_of", lambda *arguments: SMALL)
     monkeypatch.setattr("fa3.running.compiler.compiled", lambda *_: pytest.fail("compiles here"))
     first = fa3.warmup((2, 1), 64, processes=2)
-    assert first.kernels == first.absent == SMALL
+    assert first.startswith("2 kernels: 0 were on disk, 2 compiled, in ")
     assert len(list(tmp_path.glob("*.o"))) == 2
     again = fa3.warmup((2, 1), 64)
-    assert (again.kernels, again.absent) == (SMALL, ())
+    assert again.startswith("2 kernels: 2 were on disk, 0 compiled, in ")
     assert callable(compiler.from_disk(SMALL[0]))
 
 
@@ -338,7 +338,7 @@ def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys
     ]
     assert not (tmp_path / "none").exists()
     monkeypatch.setattr(module, "is_on_disk", lambda kernel: True)
-    assert str(fa3.warmup((2, 1), 64, dry_run=True)).splitlines() == [
+    assert fa3.warmup((2, 1), 64, dry_run=True).splitlines() == [
         *(f"on disk     {describe_kernel(kernel)}" for kernel in SMALL),
         "2 kernels: 2 on disk, 0 to compile",
     ]

@@ -40,9 +40,7 @@ def check_folder() -> None:
         ) from error
 
 
-def compile_all(
-    kernels: Sequence[Kernel], processes: int | None = None, progress: bool = True
-) -> None:
+def compile_all(kernels: Sequence[Kernel], processes: int | None = None) -> None:
     """Have kernels compiled by so many processes, or one a core; print each that was tried.
     Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
     processes are killed, which leaves nothing broken on disk."""
@@ -69,7 +67,7 @@ def compile_all(
     try:
         futures = [threads.submit(try_kernel, kernel) for kernel in kernels]
         for done, future in enumerate(as_completed(futures), 1):
-            if progress and sys.stderr is not None:
+            if sys.stderr is not None:
                 clock = f"{done} of {total} kernels, {time.perf_counter() - begin:.0f} s"
                 print(f"{clock}: {describe_kernel(future.result())}", file=sys.stderr, flush=True)
     finally:

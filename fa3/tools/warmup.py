@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,34 +58,6 @@ to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 2
 MOST_TOKENS = 1 << 20  # most keys of a batch that the planner is asked about
 
 
-@dataclass(frozen=True)
-class Warmup:
-    """What a `warmup` did. `print` it.
-
-    Fields:
-        kernels: all that the model can need.
-        absent: which of them were not on disk before, and were compiled.
-        seconds: what that took.
-        is_dry_run: whether nothing was to be compiled; then printing lists the kernels.
-    """
-
-    kernels: tuple[Kernel, ...]
-    absent: tuple[Kernel, ...]
-    seconds: float
-    is_dry_run: bool = False
-
-    def __str__(self) -> str:
-        count, absent = len(self.kernels), len(self.absent)
-        if not self.is_dry_run:
-            done = f"{count - absent} were on disk, {absent} compiled, in {self.seconds:.0f} s"
-            return f"{count} kernels: {done}"
-        lines = (
-            f"{'to compile' if kernel in self.absent else 'on disk':11} {describe_kernel(kernel)}\n"
-            for kernel in self.kernels
-        )
-        return f"{''.join(lines)}{count} kernels: {count - absent} on disk, {absent} to compile"
-
-
 def warmup(
     heads: tuple[int, int] | None = None,
     head_dim: int | None = None,
@@ -102,9 +74,8 @@ def warmup(
     rotary: str = "halves",
     cache_dtype: str = "auto",
     processes: int | None = None,
-    progress: bool = True,
     dry_run: bool = False,
-) -> Warmup:
+) -> str:
     """Compile all kernels that a model can need, so that none of its calls waits for one.
 
     These are the forward kernels that the planner chooses for batch sizes up to 256 and lengths up
@@ -134,8 +105,11 @@ def warmup(
             "none" for no embedding.
         cache_dtype: of the caches: "auto" for the model's, or "fp8" for float8_e4m3fn.
         processes: how many compile; one for each core by default.
-        progress: whether to print a line for each compiled kernel on the standard error.
-        dry_run: whether to find out only which kernels are needed, and compile none.
+        dry_run: whether to list the kernels only, and compile none.
+
+    Returns:
+        how many kernels the model can need, and how many were on disk; with dry_run also which.
+        Each one that is compiled is printed on the standard error.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -178,11 +152,19 @@ def warmup(
             "takes page sizes of 1 or more, 'cache' also 0"
         )
     absent = tuple(kernel for kernel in kernels if not is_on_disk(kernel))
-    if absent and not dry_run:
+    count, stored = len(kernels), len(kernels) - len(absent)
+    if dry_run:
+        lines = (
+            f"{'to compile' if kernel in absent else 'on disk':11} {describe_kernel(kernel)}\n"
+            for kernel in kernels
+        )
+        return f"{''.join(lines)}{count} kernels: {stored} on disk, {len(absent)} to compile"
+    if absent:
         check_folder()
-        compile_all(absent, processes, progress)
+        compile_all(absent, processes)
         check_kept(absent)
-    return Warmup(kernels, absent, time.perf_counter() - begin, dry_run)
+    seconds = time.perf_counter() - begin
+    return f"{count} kernels: {stored} were on disk, {len(absent)} compiled, in {seconds:.0f} s"
 
 
 def run_compile(options: argparse.Namespace) -> None:
