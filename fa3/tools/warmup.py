@@ -152,19 +152,25 @@ def warmup(
             "takes page sizes of 1 or more, 'cache' also 0"
         )
     absent = tuple(kernel for kernel in kernels if not is_on_disk(kernel))
-    count, stored = len(kernels), len(kernels) - len(absent)
     if dry_run:
-        lines = (
-            f"{'to compile' if kernel in absent else 'on disk':11} {describe_kernel(kernel)}\n"
-            for kernel in kernels
-        )
-        return f"{''.join(lines)}{count} kernels: {stored} on disk, {len(absent)} to compile"
+        return list_kernels(kernels, absent)
     if absent:
         check_folder()
         compile_all(absent, processes)
         check_kept(absent)
-    seconds = time.perf_counter() - begin
-    return f"{count} kernels: {stored} were on disk, {len(absent)} compiled, in {seconds:.0f} s"
+    stored, seconds = len(kernels) - len(absent), time.perf_counter() - begin
+    done = f"{stored} were on disk, {len(absent)} compiled, in {seconds:.0f} s"
+    return f"{len(kernels)} kernels: {done}"
+
+
+def list_kernels(kernels: Sequence[Kernel], absent: Sequence[Kernel]) -> str:
+    """Return a line for each kernel, and how many are on disk and how many absent."""
+    lines = (
+        f"{'to compile' if kernel in absent else 'on disk':11} {describe_kernel(kernel)}\n"
+        for kernel in kernels
+    )
+    done = f"{len(kernels) - len(absent)} on disk, {len(absent)} to compile"
+    return f"{''.join(lines)}{len(kernels)} kernels: {done}"
 
 
 def run_compile(options: argparse.Namespace) -> None:
