@@ -69,11 +69,9 @@ def explained(
         cache = CacheLayout(options.page_size)
         decode = DecodePlan.of(problem, gpu, cache, appends=options.append)
         return decode, decode.explain(options.append)
-    if options.schedule:
-        plan = plan_forward(problem, gpu, schedule=options.schedule)
-        return plan, plan.explain()
-    made = plan_call(problem, gpu)
-    return made, made.explain()
+    name = options.schedule
+    plan = plan_forward(problem, gpu, schedule=name) if name else plan_call(problem, gpu)
+    return plan, plan.explain()
 
 
 def problem_of(shape: Shape, options: argparse.Namespace) -> Problem:

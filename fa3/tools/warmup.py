@@ -78,11 +78,10 @@ def warmup(
 ) -> str:
     """Compile all kernels that a model can need, so that none of its calls waits for one.
 
-    These are the forward kernels that the planner chooses for batch sizes up to 256 and lengths up
-    to 128k, on the Hopper GPUs of this machine, or else on an H200 and an H100; those for packed
-    sequences; the kernels that decode with a cache, with tiles cut or whole, and merge; those that
-    append to it. Kernels that are on disk already are not compiled again. Needs no GPU. The first
-    call of a kernel then loads it, in milliseconds.
+    These are the kernels that the planner chooses for batch sizes up to 256 and lengths up to 128k,
+    on the Hopper GPUs of this machine, or else on an H200 and an H100; those for packed sequences;
+    those that attend to a cache, and append to it. Kernels that are on disk already are not
+    compiled again. Needs no GPU. The first call of a kernel then loads it, in milliseconds.
 
     Args:
         heads: (heads_q, heads_kv).
@@ -104,12 +103,11 @@ def warmup(
         rotary: what turns together when tokens are appended, "halves" or "pairs" of all columns;
             "none" for no embedding.
         cache_dtype: of the caches: "auto" for the model's, or "fp8" for float8_e4m3fn.
-        processes: how many compile; one for each core by default.
+        processes: how many compile and print what is done; one for each core by default.
         dry_run: whether to list the kernels only, and compile none.
 
     Returns:
         how many kernels the model can need, and how many were on disk; with dry_run also which.
-        Each one that is compiled is printed on the standard error.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -139,9 +137,7 @@ def warmup(
         sinks=flag("sinks", sinks) or None,
         has_fp8_cache=one_of("cache_dtype", cache_dtype, CACHE_DTYPES) == "fp8" or None,
     )
-    if isinstance(calls, str) or not isinstance(calls, Iterable):
-        raise TypeError(f"calls must be a tuple or list of names, got {shown(calls)}")
-    calls = tuple(one_of("calls", call, CALLS) for call in calls)
+    calls = tuple(one_of("calls", call, CALLS) for call in several("calls", calls, "names"))
     page_sizes = integers("page_sizes", page_sizes, 0)
     embedding = rotary_of(model, rotary)
     processes = None if processes is None else integer("processes", processes, 1)
@@ -158,19 +154,16 @@ def warmup(
         check_folder()
         compile_all(absent, processes)
         check_kept(absent)
-    stored, seconds = len(kernels) - len(absent), time.perf_counter() - begin
-    done = f"{stored} were on disk, {len(absent)} compiled, in {seconds:.0f} s"
-    return f"{len(kernels)} kernels: {done}"
+    stored, seconds = len(kernels) - len(absent), f"{time.perf_counter() - begin:.0f} s"
+    return f"{len(kernels)} kernels: {stored} were on disk, {len(absent)} compiled, in {seconds}"
 
 
 def list_kernels(kernels: Sequence[Kernel], absent: Sequence[Kernel]) -> str:
     """Return a line for each kernel, and how many are on disk and how many absent."""
-    lines = (
-        f"{'to compile' if kernel in absent else 'on disk':11} {describe_kernel(kernel)}\n"
-        for kernel in kernels
-    )
-    done = f"{len(kernels) - len(absent)} on disk, {len(absent)} to compile"
-    return f"{''.join(lines)}{len(kernels)} kernels: {done}"
+    places = dict.fromkeys(kernels, "on disk") | dict.fromkeys(absent, "to compile")
+    lines = [f"{place:11} {describe_kernel(kernel)}" for kernel, place in places.items()]
+    counts = f"{len(kernels) - len(absent)} on disk, {len(absent)} to compile"
+    return "\n".join([*lines, f"{len(kernels)} kernels: {counts}"])
 
 
 def run_compile(options: argparse.Namespace) -> None:
@@ -202,9 +195,14 @@ def one_of(name: str, value: str, accepted: Iterable[str]) -> str:
 
 def integers(name: str, values: Sequence[int], least: int | None = None) -> tuple[int, ...]:
     """An option that is several integers."""
+    return tuple(integer(name, value, least) for value in several(name, values, "integers"))
+
+
+def several(name: str, values: Iterable, what: str) -> Iterable:
+    """Return values; raise TypeError if they are a string or one value."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a tuple of integers, got {shown(values)}")
-    return tuple(integer(name, value, least) for value in values)
+        raise TypeError(f"{name} must be a tuple of {what}, got {shown(values)}")
+    return values
 
 
 def name_of_dtype(dtype: str | torch.dtype) -> str:
@@ -217,12 +215,10 @@ def check_kept(kernels: Sequence[Kernel]) -> None:
     """Raise RuntimeError unless kernels are on disk."""
     lost = [kernel for kernel in kernels if not is_on_disk(kernel)]
     if lost:
-        why = "what is printed above says why"
-        if not is_unchanged():
-            why = "fa3's sources have changed meanwhile"
+        why = "what is printed above" if is_unchanged() else "sources of fa3 that have changed"
         raise RuntimeError(
-            f"{len(lost)} of {len(kernels)} kernels are not in {cache_dir()}: {why}. The first is "
-            f"{lost[0]}"
+            f"{len(lost)} of {len(kernels)} kernels are not in {cache_dir()}, because of {why}. "
+            f"The first is {lost[0]}"
         )
 
 
