@@ -18,12 +18,18 @@ from varlen_problems import integers
 from fa3 import flash_attn_func
 from fa3 import settings as fa3_settings
 from fa3.calls import assertions as calls_assertions
-from fa3.calls.call import NAMES_BY_KIND, OF_INTEGERS, AttentionCall, describe_tensors
+from fa3.calls.call import (
+    INTEGERS,
+    NAMES_BY_KIND,
+    OF_INTEGERS,
+    AttentionCall,
+    describe_tensors,
+)
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.options import CACHED
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
-from fa3.calls.values import HostValues, values_on_host
+from fa3.calls.values import values_on_host
 
 DTYPES = ("bfloat16", "float16")
 
@@ -340,11 +346,12 @@ def assertions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def seen_by_host(call: dict) -> HostValues:
+def seen_by_host(call: dict) -> dict[str, list | None]:
     """Return what the host sees of a call's integer tensors."""
     tensors = tuple(map(call.get, NAMES_BY_KIND[CACHED]))
     described = describe_tensors(CACHED, tensors)
-    return values_on_host(AttentionCall.of(described, CACHED), tensors[OF_INTEGERS])
+    names = NAMES_BY_KIND[CACHED][OF_INTEGERS]
+    return values_on_host(AttentionCall.of(described, CACHED), tensors[OF_INTEGERS], names)
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])
@@ -359,7 +366,7 @@ def test_what_is_on_a_gpu_is_not_read(problem, monkeypatch):
     monkeypatch.setattr(OnGpu, "tolist", lambda tensor: pytest.fail("was read"))
     counts = None if problem.ragged else list(problem.counts)
     seen = seen_by_host(unread(call))
-    assert seen == HostValues(None, None, None, None, counts)
+    assert seen == dict.fromkeys(INTEGERS) | {"counts": counts}
 
 
 @pytest.mark.parametrize("problem", [INDEXED, PAGED, RAGGED], ids=["indexed", "paged", "ragged"])

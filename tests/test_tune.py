@@ -212,8 +212,8 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
 
 SPOILT = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:100]),
-    "of another GPU": lambda path: code_cache.write(
-        path, b'{"gpu": "NVIDIA H100 80GB HBM3", "plans": {}}'
+    "of another GPU": lambda path: path.write_bytes(
+        code_cache.sealed(plans_path("NVIDIA H100 80GB HBM3"), b"{}")
     ),
 }
 

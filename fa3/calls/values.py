@@ -6,12 +6,12 @@ what they find there.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.call import (
+    INTEGERS,
     LENGTHS,
     LENGTHS_OF_PACKED,
     NAMES_BY_KIND,
@@ -86,26 +86,6 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
 # ----------------------------------------------------------------------------------- a cache
 
 
-class HostValues(NamedTuple):
-    """What the host can see of the `INTEGERS`, in their order; None where it cannot.
-
-    Fields:
-        seqlens: tokens of each sequence before the call.
-        pages: each row of the page table.
-        counts: tokens that each sequence gets.
-        turns: rotary_seqlens.
-    """
-
-    seqlens: list[int] | None
-    batch_idx: list[int] | None
-    leftpads: list[int] | None
-    pages: list[list[int]] | None
-    counts: list[int] | None
-    query_ends: list[int] | None = None
-    turns: list[int] | None = None
-    used_queries: list[int] | None = None
-
-
 def checked_integers(
     call: AttentionCall,
     tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
@@ -124,8 +104,8 @@ def checked_integers(
         check_lengths(lengths_of(tensors), rows, longest or (call.max_seqlen_q, LARGEST))
     if call.kind == PACKED:
         return tensors
-    check_values(call, values_on_host(call, integers), query_step)
     names = NAMES_BY_KIND[call.kind][OF_INTEGERS]
+    check_values(call, values_on_host(call, integers, names), query_step)
     on_gpu = (on_device(name, x, call) for name, x in zip(names, integers, strict=True))
     return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
 
@@ -149,12 +129,16 @@ def on_device(
 
 
 def values_on_host(
-    call: AttentionCall, integers: Sequence[int | torch.Tensor | None]
-) -> HostValues:
-    """Gather what the host can see.
+    call: AttentionCall, integers: Sequence[int | torch.Tensor | None], names: tuple[str, ...]
+) -> dict[str, list | None]:
+    """Gather what the host can see, by the names of `INTEGERS`; None where it cannot.
 
     Args:
         integers: the int32 tensors, or a number in place of cache_seqlens.
+        names: of these, for complaints.
+
+    Returns:
+        also `counts`, the tokens that each sequence gets.
     """
     seqlens, *others = integers
     is_number = isinstance(seqlens, int)
@@ -164,103 +148,83 @@ def values_on_host(
             f"cache_seqlens must be from 0 to {call.capacity}, what the cache holds of a "
             f"sequence, got {seqlens}"
         )
-    names = NAMES_BY_KIND[call.kind][OF_INTEGERS]
-    values = HostValues(*map(read_back, names, (None if is_number else seqlens, *others)))
+    seen = map(read_back, names, (None if is_number else seqlens, *others))
+    values = dict(zip(INTEGERS, seen, strict=True))
     if is_number:
-        values = values._replace(seqlens=[seqlens] * call.batch)
-    if call.cu_seqlens_k_new is None:
-        return values._replace(counts=[call.seqlen_new] * call.batch)
-    ends = values.counts
-    if ends is None:
-        return values
-    counts = [b - a for a, b in itertools.pairwise(ends)]
-    if ends[0] != 0 or ends[-1] != call.seqlen_new or min(counts, default=0) < 0:
+        values["seqused_k"] = [seqlens] * call.batch
+    values["counts"], ends = [call.seqlen_new] * call.batch, values["cu_seqlens_k_new"]
+    if call.cu_seqlens_k_new is not None:
+        values["counts"] = ends and [end - begin for begin, end in itertools.pairwise(ends)]
+    is_whole = not ends or (ends[0] == 0 and ends[-1] == call.seqlen_new)
+    if not is_whole or min(values["counts"] or [0]) < 0:
         raise ValueError(
             f"cu_seqlens_k_new must rise from 0 to k's {call.seqlen_new} tokens, got {ends}"
         )
-    return values._replace(counts=counts)
+    return values
 
 
-def check_values(call: AttentionCall, values: HostValues, query_step: int) -> None:
+def check_values(call: AttentionCall, values: dict[str, list | None], query_step: int) -> None:
     """Raise if a sequence is longer than its cache, or points outside of it.
 
     Args:
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
     """
-    if values.seqlens is not None:
-        check_seqlens(call, values)
+    seqlens, counts = values["seqused_k"], values["counts"]
+    leftpads, rows = values["cache_leftpad"], values["cache_batch_idx"]
+    if seqlens is not None:
+        check_each(call.name("seqused_k"), seqlens, call.capacity, IN_CACHE_ROW)
+        for sequence, (seqlen, count) in enumerate(zip(seqlens, counts or (), strict=False)):
+            if seqlen + count > call.capacity:
+                raise ValueError(
+                    f"cache_seqlens must leave room for k: sequence {sequence} has {seqlen} tokens "
+                    f"and gets {count}, but the cache holds {call.capacity}"
+                )
     if call.rotary_cos is not None:
         check_positions(call, values, query_step)
-    if values.leftpads is not None:
-        check_each("cache_leftpad", values.leftpads, values.seqlens or call.capacity, PADDING)
-    if values.batch_idx is not None:
-        check_batch_idx(call, values.batch_idx)
-    seen = values.seqlens, values.counts, values.pages
-    hidden = [
-        name
-        for name, value in (
-            ("cache_batch_idx", values.batch_idx),
-            ("cache_leftpad", values.leftpads),
-        )
-        if getattr(call, name) is not None and value is None
-    ]
-    if None not in seen and not hidden:
+    if leftpads is not None:
+        check_each("cache_leftpad", leftpads, seqlens or call.capacity, PADDING)
+    if rows is not None:
+        check_each("cache_batch_idx", rows, call.num_sequences - 1, "from 0 to {}")
+        if call.k_new is not None and len(set(rows)) < call.batch:
+            twice = next(row for row in rows if rows.count(row) > 1)
+            raise ValueError(
+                f"cache_batch_idx must not repeat an index when something is appended, got {twice} "
+                f"{rows.count(twice)} times"
+            )
+    tables = "cache_batch_idx", "cache_leftpad"
+    is_hidden = any(values[one] is None and getattr(call, one) is not None for one in tables)
+    if not is_hidden and None not in (seqlens, counts, values["page_table"]):
         check_pages(call, values)
 
 
-def check_batch_idx(call: AttentionCall, batch_idx: list[int]) -> None:
-    """Raise unless the cache has these rows, and none of them gets tokens of two sequences."""
-    check_each("cache_batch_idx", batch_idx, call.num_sequences - 1, "from 0 to {}")
-    if call.k_new is not None and len(set(batch_idx)) < call.batch:
-        twice = next(row for row in batch_idx if batch_idx.count(row) > 1)
-        raise ValueError(
-            f"cache_batch_idx must not repeat an index when something is appended, got {twice} "
-            f"{batch_idx.count(twice)} times"
-        )
-
-
-def check_seqlens(call: AttentionCall, values: HostValues) -> None:
-    """Raise unless the tokens of each sequence, and those it gets, fit its cache."""
-    check_each(call.name("seqused_k"), values.seqlens, call.capacity, IN_CACHE_ROW)
-    if values.counts is None:
-        return
-    for sequence, (seqlen, count) in enumerate(zip(values.seqlens, values.counts, strict=True)):
-        if seqlen + count > call.capacity:
-            raise ValueError(
-                f"cache_seqlens must leave room for k: sequence {sequence} has {seqlen} tokens "
-                f"and gets {count}, but the cache holds {call.capacity}"
-            )
-
-
-def check_positions(call: AttentionCall, values: HostValues, query_step: int) -> None:
+def check_positions(call: AttentionCall, values: dict[str, list | None], query_step: int) -> None:
     """Raise unless the rotary tables reach as far as keys and queries do."""
     positions = call.rotary_cos.shape[0]
-    turns = values.seqlens if call.rotary_seqlens is None else values.turns
+    turns = values["seqused_k" if call.rotary_seqlens is None else "rotary_seqlens"]
     if turns is None:
         return
     queries = [call.seqlen_q] * call.batch
     if call.is_packed:
-        ends = values.query_ends or [0] * (call.batch + 1)
+        ends = values["cu_seqlens_q"] or [0] * (call.batch + 1)
         queries = [end - begin for begin, end in itertools.pairwise(ends)]
-    counts = values.counts or [0] * call.batch
+    counts = values["counts"] or [0] * call.batch
     for sequence, (turn, count, seqlen_q) in enumerate(zip(turns, counts, queries, strict=True)):
         if turn < 0:
             raise ValueError(
                 f"rotary_seqlens must be 0 or more, got {turn} for sequence {sequence}"
             )
-        turned_positions = 1 + (seqlen_q - 1) * query_step if seqlen_q else 0
-        if turn + max(count, turned_positions) > positions:
+        end = turn + max(count, 1 + (seqlen_q - 1) * query_step if seqlen_q else 0)
+        if end > positions:
             raise ValueError(
-                f"rotary_cos has {positions} positions, sequence {sequence} needs "
-                f"{turn + max(count, turned_positions)}"
+                f"rotary_cos has {positions} positions, sequence {sequence} needs {end}"
             )
 
 
-def check_pages(call: AttentionCall, values: HostValues) -> None:
+def check_pages(call: AttentionCall, values: dict[str, list]) -> None:
     """Raise unless the pages that sequences use exist, and none appends where tokens are."""
     num_pages, page_size = call.k.shape[:2]
-    rows = values.batch_idx or range(call.batch)
-    leftpads = values.leftpads or [0] * call.batch
+    rows = values["cache_batch_idx"] or range(call.batch)
+    leftpads = values["cache_leftpad"] or [0] * call.batch
     written: dict[int, list[tuple[int, int, int]]] = {}
 
     def refuse_overlap(sequence: int, page: int, first: int, end: int, does: str) -> None:
@@ -272,8 +236,8 @@ def check_pages(call: AttentionCall, values: HostValues) -> None:
                 )
 
     for sequence, row in enumerate(rows):
-        seqlen, pages = values.seqlens[sequence], values.pages[row]
-        end = seqlen + values.counts[sequence]
+        seqlen, pages = values["seqused_k"][sequence], values["page_table"][row]
+        end = seqlen + values["counts"][sequence]
         for entry in range(leftpads[sequence] // page_size, -(-end // page_size)):
             if not 0 <= pages[entry] < num_pages:
                 raise ValueError(
@@ -284,8 +248,8 @@ def check_pages(call: AttentionCall, values: HostValues) -> None:
             refuse_overlap(sequence, page, *place, "which both append to it")
             written.setdefault(page, []).append((sequence, *place))
     for sequence, row in enumerate(rows if written else ()):
-        tokens = leftpads[sequence], values.seqlens[sequence]
-        for page, *place in places(values.pages[row], page_size, *tokens):
+        tokens = leftpads[sequence], values["seqused_k"][sequence]
+        for page, *place in places(values["page_table"][row], page_size, *tokens):
             refuse_overlap(sequence, page, *place, "where one has tokens and the other appends")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.functions import flash_attn_func
-from fa3.calls.tuned_plans import forget_plans, keep_plan
+from fa3.calls.tuned_plans import keep_plan, plans_path
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import describe_problem, duration
 from fa3.planning.gpu import Gpu
@@ -42,7 +42,7 @@ def tune_here(options: argparse.Namespace) -> None:
     device = hopper_device()
     gpu = gpu_of(device)
     if options.forget:
-        forget_plans(gpu.name)
+        plans_path(gpu.name).unlink(missing_ok=True)
         print(f"the planner chooses all plans for a {gpu.name}")
         return
     problems = dict.fromkeys(problem_of(shape, options) for shape in options.shapes)
