@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from fa3.running import code_cache
 
 if TYPE_CHECKING:
+    from fa3.calls.attention import flash_attn_func as flash_attn_func
+    from fa3.calls.attention import flash_attn_varlen_func as flash_attn_varlen_func
+    from fa3.calls.attention import flash_attn_with_kvcache as flash_attn_with_kvcache
     from fa3.calls.combine import flash_attn_combine as flash_attn_combine
     from fa3.calls.dropout import dropout_mask as dropout_mask
-    from fa3.calls.functions import flash_attn_func as flash_attn_func
-    from fa3.calls.functions import flash_attn_varlen_func as flash_attn_varlen_func
-    from fa3.calls.functions import flash_attn_with_kvcache as flash_attn_with_kvcache
     from fa3.calls.passes import flash_attn_backward as flash_attn_backward
     from fa3.calls.quantize import quantize as quantize
     from fa3.calls.scheduler_metadata import SchedulerMetadata as SchedulerMetadata
@@ -50,9 +50,9 @@ HOMES = {
     "dropout_mask": "fa3.calls.dropout",
     "flash_attn_backward": "fa3.calls.passes",
     "flash_attn_combine": "fa3.calls.combine",
-    "flash_attn_func": "fa3.calls.functions",
-    "flash_attn_varlen_func": "fa3.calls.functions",
-    "flash_attn_with_kvcache": "fa3.calls.functions",
+    "flash_attn_func": "fa3.calls.attention",
+    "flash_attn_varlen_func": "fa3.calls.attention",
+    "flash_attn_with_kvcache": "fa3.calls.attention",
     "get_scheduler_metadata": "fa3.calls.scheduler_metadata",
     "plan_forward": "fa3.planning.planner",
     "quantize": "fa3.calls.quantize",

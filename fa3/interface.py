@@ -10,8 +10,8 @@ name. `install` makes this module the one that other libraries import.
 
 import sys
 
+from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.functions import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.options import flag
 from fa3.calls.passes import (
     _flash_attn_backward,

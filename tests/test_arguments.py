@@ -10,7 +10,7 @@ from valid_calls import CALLS, Case, OnGpu, cases, changed, dense, packed
 from varlen_problems import integers
 
 import fa3
-from fa3.calls import assertions
+from fa3.calls import values as calls_values
 
 ATTEND = "dense", "varlen", "cache"
 
@@ -171,7 +171,7 @@ ON_GPU = [case for case in cases(INTEGERS) if not {*case.changes} <= {"max_seqle
 @pytest.mark.parametrize("case", ON_GPU, ids=ids(ON_GPU))
 def test_assertions_name_it_too(case, monkeypatch):
     """They read back what is on a GPU."""
-    monkeypatch.setattr(assertions, "ASSERTIONS", True)
+    monkeypatch.setattr(calls_values, "ASSERTIONS", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     function, make = CALLS[case.call]
     call = changed(make(), case.changes)

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import fa3
-from fa3.calls import autograd
+from fa3.calls import backward
 
 # As in test_eager, and what torch says of its own collectives.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,7 +80,7 @@ CALLS = {"dense": dense, "packed": packed}
 @pytest.fixture(autouse=True)
 def all_lie_in_memory(monkeypatch):
     """Fail if a backward pass gets anything but plain tensors, or None."""
-    compute_once = autograd.no_double_backward
+    compute_once = backward.no_double_backward
 
     def look(name, compute, *tensors):
         for tensor in tensors:
@@ -88,7 +88,7 @@ def all_lie_in_memory(monkeypatch):
             assert tensor is None or not tensor.is_neg()
         return compute_once(name, compute, *tensors)
 
-    monkeypatch.setattr(autograd, "no_double_backward", look)
+    monkeypatch.setattr(backward, "no_double_backward", look)
 
 
 def gradients_through(call, of_result: int, change, where="cpu") -> tuple[torch.Tensor, ...]:

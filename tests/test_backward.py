@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fa3
-from fa3.calls import autograd
+from fa3.calls import backward
 from fa3.calls.backward import BackwardCall
 from fa3.interface import _flash_attn_backward
 from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
@@ -258,9 +258,9 @@ def test_torch_knows_of_gradients_only_where_they_may_be_differentiated(monkeypa
 
     def apply(*given):
         told.append(len(given))
-        return autograd.WithoutDerivative.forward(SimpleNamespace(), *given)
+        return backward.WithoutDerivative.forward(SimpleNamespace(), *given)
 
-    monkeypatch.setattr(autograd.WithoutDerivative, "apply", apply)
+    monkeypatch.setattr(backward.WithoutDerivative, "apply", apply)
     q, k, v = leaves()
     out = fa3.flash_attn_func(q, k, v)
     expected = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)

@@ -16,11 +16,11 @@ PAGE = PACKAGE.parent / "docs/architecture.md"
 LONGEST_FILE, LONGEST_FUNCTION, MOST_ARGUMENTS = 700, 100, 10
 
 LONG_FUNCTIONS = {
-    ("calls/functions.py", "flash_attn_func"),
-    ("calls/functions.py", "flash_attn_with_kvcache"),
+    ("calls/attention.py", "flash_attn_func"),
+    ("calls/attention.py", "flash_attn_with_kvcache"),
     ("calls/passes.py", "flash_attn_backward"),
     ("calls/scheduler_metadata.py", "get_scheduler_metadata"),
-    ("calls/functions.py", "flash_attn_varlen_func"),
+    ("calls/attention.py", "flash_attn_varlen_func"),
 }
 """Public functions, with the longest docstrings."""
 

@@ -15,7 +15,7 @@ from reference import FLOOR, Expected, expected, largest_difference
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import prepare
-from fa3.calls.functions import flash_attn_with_kvcache
+from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward

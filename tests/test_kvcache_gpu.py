@@ -13,8 +13,8 @@ from test_kvcache_results import MODES, assert_same_bits, check, run
 from valid_calls import changed
 from varlen_problems import integers
 
+from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.prepare import prepare_call
 from fa3.kernels.decode import Decode
 from fa3.planning import decode as planning

@@ -17,7 +17,8 @@ from varlen_problems import integers
 
 from fa3 import flash_attn_func
 from fa3 import settings as fa3_settings
-from fa3.calls import assertions as calls_assertions
+from fa3.calls import values as calls_values
+from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.call import (
     INTEGERS,
     NAMES_BY_KIND,
@@ -26,7 +27,6 @@ from fa3.calls.call import (
     describe_tensors,
 )
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.options import CACHED
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import values_on_host
@@ -342,7 +342,7 @@ def test_pages_that_are_only_read_may_be_shared():
 @pytest.fixture
 def assertions(monkeypatch):
     """Have what says that it is on a GPU read back; no graph is being captured."""
-    monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
+    monkeypatch.setattr(calls_values, "ASSERTIONS", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -357,7 +357,7 @@ def seen_by_host(call: dict) -> dict[str, list | None]:
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])
 def test_the_environment_turns_assertions_on(value, enabled, monkeypatch):
     monkeypatch.setitem(fa3_settings.SETTINGS, "FA3_ASSERTIONS", value)
-    assert runpy.run_path(calls_assertions.__file__)["ASSERTIONS"] is enabled
+    assert runpy.run_path(calls_values.__file__)["ASSERTIONS"] is enabled
 
 
 @pytest.mark.parametrize("problem", [INDEXED, PAGED, RAGGED], ids=["indexed", "paged", "ragged"])

@@ -15,9 +15,9 @@ from kvcache_problems import CacheProblem, make_call
 from test_split import HostLengths, segments
 
 from fa3.calls import combine, devices, execution, launcher, prepare
+from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
-from fa3.calls.functions import flash_attn_with_kvcache
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.kernels.append import MOST_VECTORS, THREADS

@@ -24,7 +24,7 @@ from score_problems import (
 )
 
 import fa3
-from fa3.calls import assertions
+from fa3.calls import values as calls_values
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
@@ -307,7 +307,7 @@ ENDS = torch.tensor([0, 3, 7], dtype=torch.int32)
 @pytest.fixture(params=[False, True])
 def asserts(request, monkeypatch):
     """Whether assertions are on."""
-    monkeypatch.setattr(assertions, "ASSERTIONS", request.param)
+    monkeypatch.setattr(calls_values, "ASSERTIONS", request.param)
     return request.param
 
 

@@ -14,7 +14,7 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention, check_call
 
 import fa3
-from fa3.calls.functions import flash_attn_with_kvcache
+from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.prepare import prepare_call
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window

@@ -12,8 +12,8 @@ from kvcache_problems import CacheProblem, make_call
 from reference import check_call
 from valid_calls import OnGpu
 
-from fa3.calls import assertions as calls_assertions
-from fa3.calls.functions import flash_attn_with_kvcache
+from fa3.calls import values as calls_values
+from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.options import Options
 from fa3.calls.prepare import prepare_call
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
@@ -271,7 +271,7 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
 
 @pytest.mark.parametrize("assertions", [False, True])
 def test_lengths_on_a_gpu_decide_nothing(assertions, monkeypatch):
-    monkeypatch.setattr(calls_assertions, "ASSERTIONS", assertions)
+    monkeypatch.setattr(calls_values, "ASSERTIONS", assertions)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     lengths = torch.full((132,), 4096, dtype=torch.int32).as_subclass(OnGpu)
     made = get_scheduler_metadata(132, 1, 4096, 8, 1, 128, lengths)
@@ -282,7 +282,7 @@ def test_assertions_check_lengths_on_a_gpu(monkeypatch):
     lengths = torch.tensor([30, 40], dtype=torch.int32).as_subclass(OnGpu)
     arguments = 2, 1, 39, 8, 8, 128, lengths
     get_scheduler_metadata(*arguments)
-    monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
+    monkeypatch.setattr(calls_values, "ASSERTIONS", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(ValueError, match=r"^max_seqlen_k must be .* 40, .* got 39"):
         get_scheduler_metadata(*arguments)

@@ -159,7 +159,7 @@ def test_words_of_docstrings_are_plain():
         if not (name := str(module.relative_to(ROOT))).startswith(UNREAD)
         for line, text in texts_of(module)[0]
     ]
-    assert any(name.startswith("fa3/calls/functions.py") for name, _ in texts)
+    assert any(name.startswith("fa3/calls/attention.py") for name, _ in texts)
     assert found_in(texts) == []
 
 

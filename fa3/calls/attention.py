@@ -1,8 +1,10 @@
-"""What the public functions share: from tensors and options to out and the log-sum-exp.
+"""The public functions: attention of a batch, of packed sequences, and to a key/value cache.
 
-What follows from a call's shapes, strides, types and options is worked out once and remembered
-(`fa3.calls.prepare`). The latest calls are found again without describing their tensors
-(`fa3.calls.latest`). Lengths on a GPU are read there only. CPU tensors go to the reference.
+Each hands its tensors and options on in one order (`fa3.calls.call`, `fa3.calls.options`), and
+`run_call` does the rest. What follows from shapes, strides, types and options is worked out once
+and remembered (`fa3.calls.prepare`). The latest calls are found again without describing their
+tensors (`fa3.calls.latest`). An argument that several functions share is described in
+`flash_attn_func`.
 """
 
 import functools
@@ -10,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fa3.calls import assertions
-from fa3.calls.autograd import (
+from fa3.calls import operators, values
+from fa3.calls.backward import (
+    BackwardCall,
     DifferentiableCall,
     attend_differentiably,
     check_differentiable,
     wants_gradient,
 )
-from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
     ALIGNMENTS,
     ENDS_Q,
@@ -52,22 +54,455 @@ from fa3.calls.operands import (
 )
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
+    CACHED,
+    DENSE,
     FROM_FLASH_ATTENTION_2,
     PACKED,
     PAGED,
     VARLEN_FROM_FLASH_ATTENTION_2,
     Options,
+    by_either_name,
+    check_hashable,
     check_scale,
     integer,
     note_on_order,
     options_of,
+    share_heads,
 )
 from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
-from fa3.calls.scheduler_metadata import check_metadata
+from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
 from fa3.calls.values import checked_integers
-from fa3.complaints import kind_of
+from fa3.complaints import kind_of, shown
+from fa3.planning.plan import Plan
+from fa3.planning.planner import ScheduleChoice
+from fa3.problem import NO_BOUND
+from fa3.scores.masks import Mask
+from fa3.scores.scores import Score
 
 MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k
+
+
+@operators.registers
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    schedule: ScheduleChoice = None,
+    plan: Plan | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(score(softmax_scale * q k^T) + mask) v.
+
+    Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
+    may share one key/value head (GQA, MQA): query head h uses key/value head
+    h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
+    through `fa3.reference.steps`. q, k, v and sinks may require grad: out and the log-sum-exp are
+    then differentiable by them, once.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
+            up to 256. Any strides that are multiples of 16 bytes with a contiguous last dimension.
+            Or float8_e4m3fn, without gradients: then head sizes are multiples of 32, k and v are
+            of the same dtype, and the output is bfloat16 or, with such an `out`, float16.
+        k: (batch, seqlen_k, heads_kv, head_dim), like q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
+        softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
+        causal: hide the keys after a query's own position.
+        window_size: keys that a query sees before and after its own position, as (left, right);
+            -1 for all. causal sets right to 0, whatever it is.
+        softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
+            everything else that changes scores.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
+            -slope |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+        sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its
+            head's softmax, and so the log-sum-exp.
+        score: a function of scores of your own, see `fa3.Score`; applied last. Has no gradient.
+        mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
+        deterministic: whether dQ must have the same bits every time, for which key tiles wait for
+            each other on a GPU. Out, dK and dV always have.
+        sm_margin: SMs to leave to other kernels, also in the backward pass.
+        return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
+            for the same.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q;
+            bfloat16 or float16 with q in FP8. Must not share memory with another tensor of the
+            call; it may lie between their elements, as halves of one buffer do. Not with gradients.
+        schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
+            of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
+            their order; chosen by the planner if not given. If the planner pairs CTAs, the list
+            has a tile for each pair. No order changes a bit of the output; "split" computes parts
+            of tiles and adds them up, which changes the last place. A function is called once for
+            every shape: pass the same one each time.
+        plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
+        dropout_p: how likely a value's weight is dropped, in [0, 1); what is kept is divided by
+            1 - dropout_p. It is rounded to a multiple of 2**-16, and to 0.996 from there on. The
+            log-sum-exp is the one without dropout.
+        rng_state: (1,), int64, on q's device: the seed of dropout, which `fa3.dropout_mask` takes
+            too. By default it is drawn from torch's default generator of the device, in a CUDA
+            graph anew at each replay.
+        num_splits: 0 or 1, which are the same: the planner decides whether to split.
+        pack_gqa: whether the query heads of a key/value head share tiles, in the decode kernel,
+            which pays with few queries; chosen by the planner if not given. True is refused with
+            gradients, dropout, a schedule, a plan, and a score or a mask of your own.
+        q_descale, k_descale, v_descale: (batch, heads_kv), float32, positive: what q, k and v in
+            FP8 are multiplied by; 1 by default. Any strides, also 0.
+        attention_chunk, qv: for compatibility. Only None is supported, and 0 for no chunks.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype, bfloat16 for FP8; with
+        return_lse also the log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32,
+        natural logarithm. A query that sees no key gives 0 and -inf, or 0 and its head's sink.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong value, shape, layout or device, a score or mask does
+            not compile, or a tensor requires grad that would get none.
+        NotImplementedError: the combination is not supported, a gradient is wanted that does not
+            exist (through a `score`, a second one), a tensor does not lie in memory, or a
+            transform of torch.func or torch.jit.trace is active.
+
+    Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
+        (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
+    """
+    tensors = (
+        q, k, v, None, None, None, None, None, None, None, None, None, None, None, None, None,
+        q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
+    )  # fmt: skip
+    options = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
+        deterministic, dropout_p, pack_gqa, qv,
+    )  # fmt: skip
+    if not (schedule is plan is None):
+        check_choices(schedule, plan)
+    arguments = (
+        softmax_scale, window_size, score, mask, rng_state, None, None, None, None, schedule, plan,
+    )  # fmt: skip
+    return run_call(DENSE, tensors, options, arguments)
+
+
+def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
+    """Raise unless calls can be remembered by the schedule, and the plan is one."""
+    check_hashable("schedule", schedule)
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
+
+
+@operators.registers
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    return_lse: bool = False,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    scheduler_metadata: SchedulerMetadata | None = None,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
+
+    Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and out, and the rows
+    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v. If seqused_q or seqused_k is given, only the
+    first seqused_q[b] or seqused_k[b] of them count. Rows that are not used may hold anything, NaN
+    included; they get the gradient 0. All else is inside of a sequence as in a batch of
+    `flash_attn_func`, where lengths count used rows.
+
+    CPU tensors run through `fa3.reference`; lengths are checked before anything is written. On a
+    GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
+    imported. Then every call waits for the GPU, and none can be captured in a CUDA graph. Once the
+    kernels of a call exist, no length causes a compilation. Whatever lengths are, nothing outside
+    of the tensors is read or written. If they break the rules below, the result is undefined.
+
+    Args:
+        q: (total_q, heads_q, head_dim), as in `flash_attn_func`.
+        k: (total_k, heads_kv, head_dim), like q.
+        v: (total_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
+        cu_seqlens_q: (batch + 1,), int32, on q's device: 0, then where each sequence ends. The
+            last one may be below total_q.
+        cu_seqlens_k: like cu_seqlens_q, for k and v.
+        max_seqlen_q: no sequence uses more queries; 0 or more.
+        max_seqlen_k: no sequence uses more keys. With page_table nothing depends on it: the table
+            says how many there may be.
+        seqused_q: (batch,), int32, on q's device: how many queries of each sequence are used. What
+            is above the sequence's length counts as if cut to it, and on a GPU what is below 0
+            counts as 0.
+        seqused_k: like seqused_q, for keys.
+        out: (total_q, heads_q, head_dim_v), as in `flash_attn_func`. Rows of queries that are not
+            used stay as they are.
+        num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
+            GPU. With 0, keys of long sequences are split too, where few tiles would leave SMs idle
+            and no gradient is wanted. With 1, FlashAttention-3's default, they are not, and neither
+            with scheduler_metadata that was made with 1. With page_table as in
+            `flash_attn_with_kvcache`: 1 splits no keys, and a larger number is the number of parts.
+        pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
+            With page_table None or True. Anything if query heads share no key/value head.
+        page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
+            (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
+            says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
+            calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
+            finds there. All keys that window_size leaves may be read, also those that a mask of
+            your own hides. dropout_p is not supported.
+        scheduler_metadata: how to run, from `get_scheduler_metadata` with cu_seqlens_q; whatever
+            the lengths are.
+        block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
+        return_softmax_lse: the name that serving engines have for return_lse.
+        q_descale, k_descale, v_descale: as in `flash_attn_func`, or with page_table as in
+            `flash_attn_with_kvcache`, a row for each sequence.
+        softmax_scale and the others: as in `flash_attn_func`. `batch` is the sequence's number.
+
+    Returns:
+        out, (total_q, heads_q, head_dim_v), and with return_lse the log-sum-exp,
+        (heads_q, total_q), as in `flash_attn_func`. Rows that belong to no query that is used are
+        not written: without `out` they hold anything.
+
+    Raises:
+        ValueError: as `flash_attn_func`; on the CPU, or with FA3_ASSERTIONS=1, also if cu_seqlens_q
+            or cu_seqlens_k do not cut the rows, a length is above its maximum, or seqused_q or
+            seqused_k is negative.
+        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
+        TypeError, NotImplementedError: as `flash_attn_func`.
+
+    Source: as `flash_attn_func`.
+    """
+    if not (block_table is s_aux is None):
+        page_table = by_either_name("page_table", page_table, "block_table", block_table)
+        sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
+    kind = PACKED
+    if page_table is not None:
+        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
+        kind = PAGED
+    tensors = (
+        q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
+        None, seqused_q, cu_seqlens_k, q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
+    )  # fmt: skip
+    options = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
+        deterministic, dropout_p, return_softmax_lse, qv, pack_gqa,
+        pack_gqa is None or share_heads(q, k),
+    )  # fmt: skip
+    arguments = (
+        softmax_scale, window_size, score, mask, rng_state, max_seqlen_q, max_seqlen_k,
+        scheduler_metadata, None, None, None,
+    )  # fmt: skip
+    return run_call(kind, tensors, options, arguments)
+
+
+def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
+    """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
+    if ends_q is None:
+        raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
+    if used_k is None:
+        raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
+    if ends_k is not None:
+        raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
+    for name, given in (("dropout_p", dropout_p or None), ("rng_state", rng_state)):
+        if given is not None:
+            raise NotImplementedError(f"{name} is not supported with page_table")
+
+
+@operators.registers
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: SchedulerMetadata | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append k and v to a cache, in place, and attend from q to all that is then in it.
+
+    Positions and heads are as in `flash_attn_func`, where a sequence's length counts the appended
+    tokens.
+
+    The int32 tensors may be on q's GPU or on the CPU. Tensors on the CPU are checked before
+    anything is written. Tensors on the GPU are never read by the host, so the call can be captured
+    in a CUDA graph. Whatever they hold, nothing outside of the cache is read or written. Lengths
+    and paddings are clamped to what the cache can hold. Tokens without a place in it, past its end
+    or in a row or page that does not exist, are not appended. A position past the rotary tables
+    uses their last row. A sequence whose row, pages or part of k do not exist gets an undefined
+    result. Pages and keys that no sequence uses never reach the result, whatever they hold.
+
+    With FA3_ASSERTIONS=1 in the environment when fa3 is imported, tensors on the GPU are read back
+    and checked like tensors on the CPU, before any launch, as in `flash_attn_varlen_func`.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16, as in `flash_attn_func`; with
+            cu_seqlens_q (total_q, heads_q, head_dim).
+        k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), like q; with page_table
+            (num_pages, page_size, heads_kv, head_dim), page_size 1 or more. Or float8_e4m3fn, with
+            q in 16 bits or in float8_e4m3fn; head sizes are multiples of 16 then.
+        v_cache: like k_cache with head_dim_v, which may differ from head_dim.
+        k: (batch, seqlen_new, heads_kv, head_dim), bfloat16 or float16 like q: tokens that each
+            sequence gets; with cu_seqlens_k_new (total_new, heads_kv, head_dim). None if q is FP8.
+        v: like k with head_dim_v.
+        rotary_cos: (positions, rotary_dim / 2), q's dtype or float32: turns the first rotary_dim
+            columns, a multiple of 16, of k and q. Key i that is appended is at position
+            cache_seqlens + i; so is query i if causal or window_size is given, and otherwise all
+            queries are at position cache_seqlens. Needs k.
+        rotary_sin: like rotary_cos.
+        rotary_seqlens: (batch,) int32: positions at which the rotary embedding begins in each
+            sequence, instead of cache_seqlens.
+        cache_seqlens: int or (batch,) int32: tokens of each sequence, without k; all that the
+            cache can hold if not given. Must be given with k.
+        cache_batch_idx: (batch,) int32: the row of the cache, or of page_table, that is a
+            sequence's. Distinct if k is given, or which of the tokens remains is undefined.
+        cache_leftpad: (batch,) int32: keys before this one are hidden. Positions stay as they
+            are.
+        page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
+            after its last token are not used, nor those after 2^31 - 2^20 tokens. Pages that
+            a window hides from all queries are not read, but must exist where the table is checked.
+        cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
+            if sequences have different numbers of them; the last may be below total_q. Rows of no
+            sequence are not written. On a GPU, rows of a sequence with more than max_seqlen_q may
+            be left out or wrong.
+        max_seqlen_q: the most queries of a sequence; must be given with cu_seqlens_q.
+        cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
+            and v. Ignored without them.
+        rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
+            i + rotary_dim / 2 do (GPT-NeoX).
+        scheduler_metadata: how to run, from `get_scheduler_metadata`.
+        num_splits: parts into which the keys of a sequence are cut; by default as suits the GPU.
+            The result does not depend on it but for rounding. From 1 on, batch_invariant changes
+            nothing: how a sequence is cut then depends on its own length only.
+        pack_gqa: the query heads of a key/value head always share its reads: None or True; anything
+            if each has a single query head.
+        batch_invariant: make the result of a sequence, to the last bit, independent of the other
+            sequences, its place among them and their number. May be slower, and takes memory for
+            32 parts of a sequence and for more where the cache has room for more than 512 keys in
+            each (2048 keys in each part from 17 query rows of a key/value head on).
+        out: as in `flash_attn_func`, bfloat16 if q is FP8. Caches that are appended to must not
+            share memory with another tensor of the call either.
+        block_table, s_aux: as in `flash_attn_varlen_func`.
+        q_descale, k_descale, v_descale: (batch, heads_kv) float32: what q, k_cache and v_cache are
+            multiplied by where they are float8_e4m3fn, positive; 1 by default. New tokens are
+            divided by them, limited to 448, the largest such number, and rounded. May be expanded
+            from fewer elements.
+        return_softmax_lse: FlashAttention-3's name for return_lse.
+        softmax_scale and the others: as in `flash_attn_func`.
+
+    Returns:
+        out and, with return_lse, the log-sum-exp, as `flash_attn_func`; with cu_seqlens_q in the
+        shapes of `flash_attn_varlen_func`.
+
+    Raises:
+        ValueError: as `flash_attn_func`; on the CPU, or with FA3_ASSERTIONS=1, also a length, index
+            or page that does not fit the cache. Nothing has been appended then.
+        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
+        TypeError, NotImplementedError: as `flash_attn_func`.
+
+    Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
+    """
+    if not (block_table is s_aux is None):
+        page_table = by_either_name("page_table", page_table, "block_table", block_table)
+        sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
+    if max_seqlen_q is not None:
+        max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
+    if k is None and v is None:
+        cu_seqlens_k_new = None
+    elif cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k: where it is appended")
+    length = None
+    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
+        length, cache_seqlens = cache_seqlens, None
+    tensors = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
+        q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
+    )  # fmt: skip
+    options = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
+        rotary_interleaved, batch_invariant, qv, pack_gqa,
+        pack_gqa is None or share_heads(q, k_cache),
+    )  # fmt: skip
+    arguments = (
+        softmax_scale, window_size, None, None, None, max_seqlen_q, None, scheduler_metadata,
+        length, None, None,
+    )  # fmt: skip
+    return run_call(CACHED, tensors, options, arguments)
+
+
+# ------------------------------------------------------------------------- what they share
 
 
 def describe_call(
@@ -102,14 +537,14 @@ ARGUMENTS = (
 def run_call(
     kind: str,
     tensors: Tensors,
-    values: tuple,  # the options, as `options_of` takes them
+    passed: tuple,  # the options, as `options_of` takes them
     arguments: tuple,  # the `ARGUMENTS`; a number in place of cache_seqlens is `cache_length`
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What a public function returns."""
     q, k, v = tensors[:3]
     if is_traced(q):
         named = dict(zip(NAMES_BY_KIND[kind], tensors, strict=True))
-        return trace_attention(kind, values, named | dict(zip(ARGUMENTS, arguments, strict=True)))
+        return trace_attention(kind, passed, named | dict(zip(ARGUMENTS, arguments, strict=True)))
     (
         softmax_scale, window_size, score, mask, rng_state, longest_q, longest_k, metadata, length,
         schedule, plan,
@@ -138,7 +573,7 @@ def run_call(
         bounds, longest_q = (longest_q, longest_k), None
     rest = has_gradient, functions, longest_q, metadata, schedule, plan
     options, returns_lse, deterministic, dropout_p, latest = options_of(
-        kind, of_flash_attention_2, window_size, values, rest
+        kind, of_flash_attention_2, window_size, passed, rest
     )
     call, begins = latest.find(everything)
     if call is None or (kind == PACKED and not have_one_batch(tensors)):
@@ -158,11 +593,9 @@ def run_call(
         dropout = dropout_of(dropout_p, rng_state, q)
     if length is None:
         length = call.capacity
-    if length is not None or call.has_host_integers or assertions.ASSERTIONS:
+    if length is not None or call.has_host_integers or values.ASSERTIONS:
         tensors = checked_integers(call.description, tensors, length, bounds, query_step(options))
-        if assertions.ASSERTIONS and not (
-            call.description.has_cache or options.softcap or call.scales
-        ):
+        if values.ASSERTIONS and not (call.description.has_cache or options.softcap or call.scales):
             check_scores_of(tensors, scale)
     if not (slopes is sinks is None):
         read = modifier_tensors(slopes, read or (), sinks)
@@ -186,4 +619,4 @@ def check_scores_of(tensors: Tensors, scale: float) -> None:
         if len(ends_q) == 1:
             return
         used = used_queries(len(q), ends_q, used_q), used_queries(len(k), ends_k, used_k)
-    assertions.check_scores(q, k, scale, used)
+    values.check_scores(q, k, scale, used)

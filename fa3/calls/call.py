@@ -138,7 +138,7 @@ Described = tuple[Operand | None, ...]
 
 def placed_tensors(**named: object) -> tuple:
     """The `TENSORS` of a call that has only these."""
-    return tuple(map(named.get, TENSORS))
+    return AttentionCall(**named)[: len(TENSORS)]
 
 
 def describe_tensors(

@@ -28,17 +28,16 @@ from typing import Any, ParamSpec
 
 import torch
 
-from fa3.calls.assertions import is_visible
-from fa3.calls.autograd import (
+from fa3.calls.backward import (
     OF_LSE,
     OF_OUT,
+    BackwardCall,
     arrived,
     check_differentiable,
     no_derivative_of_score,
     no_second_derivative,
     wants_gradient,
 )
-from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
     AttentionCall,
     Described,
@@ -81,7 +80,7 @@ from fa3.calls.options import (
     named_options,
 )
 from fa3.calls.user_functions import flatten_function, unflatten_function
-from fa3.calls.values import check_lengths
+from fa3.calls.values import check_lengths, is_visible
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.walker import PackedLengths

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fa3.calls import operators
+from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.eager import in_memory, is_traced
-from fa3.calls.functions import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.operands import (
     FP8_DTYPE,
     check_apart,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from fa3.calls.assertions import is_visible
 from fa3.calls.call import (
     AttentionCall,
     Described,
@@ -21,7 +20,7 @@ from fa3.calls.eager import cannot_be_traced, is_traced
 from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
 from fa3.calls.operators import refuse_gradients
 from fa3.calls.options import DENSE, PACKED, Options, flag
-from fa3.calls.values import check_lengths
+from fa3.calls.values import check_lengths, is_visible
 from fa3.kernels.quantize import Quantize, visits
 from fa3.problem import FP8_HEAD_DIM_UNIT, REMEMBERED
 from fa3.reference.quantize import quantize_rows

@@ -3,7 +3,7 @@
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
 the host can add, where it knows the lengths of equal queries on a cache: that cutting does not pay,
 since whole tiles need no workspace and no merge. Lengths on a GPU are described only, or with
-FA3_ASSERTIONS=1 read back to be checked (`fa3.calls.assertions`).
+FA3_ASSERTIONS=1 read back to be checked (`fa3.calls.values`).
 """
 
 import itertools
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.operands import (
@@ -31,7 +30,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.calls.values import PADDING, check_each, check_ends, check_lengths
+from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
 from fa3.complaints import kind_of
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
@@ -266,7 +265,7 @@ def keys_in_cache(
         return None
     before, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
     if ends:
-        check_ends("cu_seqlens_k_new", ends, "k", LONGEST)
+        check_ends("cu_seqlens_k_new", ends, LONGEST, "the most tokens of a cache")
     new = [b - a for a, b in itertools.pairwise(ends)] if ends else [most_new] * batch
     check_each("cache_seqlens", before, LONGEST, "from 0 to {}")
     totals = [a + b for a, b in zip(before, new, strict=True)]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa3.calls.autograd import DifferentiableCall
-from fa3.calls.backward import BackwardCall
+from fa3.calls.backward import BackwardCall, DifferentiableCall
 from fa3.calls.call import describe_tensors, of_any_lengths, placed_tensors
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors

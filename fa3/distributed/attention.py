@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fa3.calls.autograd import wants_gradient
+from fa3.calls.backward import wants_gradient
 from fa3.calls.call import describe_tensors
 from fa3.calls.modifiers import check_alibi_slopes, check_sinks
 from fa3.calls.operands import Operand, check_same_kind

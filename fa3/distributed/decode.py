@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fa3.calls.attention import flash_attn_with_kvcache as attend_alone
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.functions import flash_attn_with_kvcache as attend_alone
 from fa3.calls.options import as_pair, check_window, flag
 from fa3.distributed.exchange import Group, group_of
 

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from fa3.calls.functions import flash_attn_varlen_func
+from fa3.calls.attention import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
 
 if not hasattr(AttentionBackend, "supported_kv_cache_layouts"):

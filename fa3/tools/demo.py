@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from fa3.calls.attention import flash_attn_func
 from fa3.calls.devices import gpu_of
-from fa3.calls.functions import flash_attn_func
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem

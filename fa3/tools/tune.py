@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from fa3.calls.attention import flash_attn_func
 from fa3.calls.devices import gpu_of
-from fa3.calls.functions import flash_attn_func
 from fa3.calls.tuned_plans import keep_plan, plans_path
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import describe_problem, duration
