@@ -11,7 +11,7 @@ import numpy as np
 
 from fa3.planning.costs import AGAIN, Costs, Rule, TileCosts, TileKey
 from fa3.planning.prediction import Load, Segments, predict, unit_name
-from fa3.planning.tiled import TiledProblem
+from fa3.planning.tilings import TiledProblem
 
 REFERENCE_SCHEDULE = "list"
 """What other schedules add to a unit of work is counted from this one."""

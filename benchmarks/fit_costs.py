@@ -32,9 +32,8 @@ from benchmarks.cost_parameters import (
 from benchmarks.plans import can_run, cell_of, config_of, recorded_config
 from benchmarks.problems import problem_of
 from benchmarks.results import OK, Measurement, PlanRow, Row
-from fa3.planning.costs import AGAIN, H200_COSTS, Costs, Rule, TileKey
+from fa3.planning.costs import AGAIN, H200, H200_COSTS, Costs, Gpu, Rule, TileKey
 from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import H200, Gpu
 from fa3.planning.planner import plan_forward
 from fa3.planning.prediction import segments_of
 

@@ -11,9 +11,8 @@ from benchmarks.problems import problem_of
 from benchmarks.results import Measurement, PlanRow
 from benchmarks.shapes import Cell, window_size
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import has_mask
-from fa3.planning.gpu import H200, Gpu
-from fa3.planning.kernel_names import describe_config
+from fa3.planning.costs import H200, Gpu, has_mask
+from fa3.planning.explanation import describe_config
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_reference

@@ -8,7 +8,7 @@ from benchmarks.shapes import Cell, window_size
 from fa3.calls.devices import gpu_of
 from fa3.calls.options import check_window
 from fa3.calls.tuned_plans import plan_call
-from fa3.planning.gpu import H200, Gpu
+from fa3.planning.costs import H200, Gpu
 from fa3.problem import AttentionSpec, Problem
 from fa3.scores.masks import Band
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.plans import cell_of, name_today
 from benchmarks.problems import problem_of
 from benchmarks.results import OK, PlanRow
-from fa3.planning.gpu import Gpu
+from fa3.planning.costs import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.planning.prediction import Prediction
 

@@ -51,7 +51,7 @@ from varlen_problems import integers
 import fa3
 from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.kernels.append import MOST_VECTORS
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import Window
 from fa3.schedules.marked import RecomputeTiles

@@ -21,7 +21,7 @@ from fa3.planning.backward import (
     words_of_counters,
 )
 from fa3.planning.key_split import KeyShares
-from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.primitives.query_tiles import QueryWalk, number_of_packed_tiles
 from fa3.problem import Window

@@ -18,8 +18,7 @@ from benchmarks import (
 from benchmarks.cost_parameters import predicted_us
 from benchmarks.fit_costs import START, Accuracy
 from benchmarks.results import OK, PlanRow
-from fa3.planning.costs import parse_costs
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200, parse_costs
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.schedules import SCHEDULES

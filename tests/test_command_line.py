@@ -20,9 +20,8 @@ from fa3.calls.combine import prepare_combine
 from fa3.calls.execution import prepare_on_cache
 from fa3.calls.options import DENSE, PACKED, Options
 from fa3.calls.prepare import prepare_call
-from fa3.planning.explanation import quantity
-from fa3.planning.gpu import GPUS
-from fa3.planning.kernel_names import describe_kernel
+from fa3.planning.costs import GPUS
+from fa3.planning.explanation import describe_kernel, quantity
 from fa3.planning.routes import PackedSizes, launches_of_route
 from fa3.problem import Window
 from fa3.running import code_cache

@@ -18,7 +18,7 @@ from docs.examples.prefix_lm import PrefixLM
 from fa3.kernels import forward_launch as tiling
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.tilings import (
     TILINGS,
     Tiling,

@@ -13,13 +13,11 @@ from problems import make_problem
 from score_problems import RelativeBias
 
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import Rule, TileCosts, TileKey, shipped_costs
+from fa3.planning.costs import H100, H200, Gpu, Rule, TileCosts, TileKey, shipped_costs
 from fa3.planning.explanation import Candidate
-from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.planner import LEAST_MARGIN, candidates, choose, plan_forward
 from fa3.planning.prediction import loads_of_whole_tiles, segments_of
-from fa3.planning.tiled import TiledProblem
-from fa3.planning.tilings import alternatives, choose_config, configs
+from fa3.planning.tilings import TiledProblem, alternatives, choose_config, configs
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList
 from fa3.schedules.split import LEAVE_US, MERGE_US

@@ -23,7 +23,7 @@ from score_problems import NOTHING, modify
 
 import fa3
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.gpu import H200, Gpu
+from fa3.planning.costs import H200, Gpu
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window

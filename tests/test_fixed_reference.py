@@ -18,7 +18,7 @@ from fa3.calls.execution import PreparedPlan, for_launches
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
 from fa3.primitives.softmax import RowMax

@@ -18,7 +18,7 @@ from score_problems import Recipe
 
 import fa3
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.gpu import Gpu
+from fa3.planning.costs import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.steps import steps

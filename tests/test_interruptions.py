@@ -21,8 +21,8 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
+from fa3.planning.costs import H200
 from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import (
     FORWARD,

@@ -22,8 +22,8 @@ from fa3.calls.options import CACHED, Options
 from fa3.calls.options import PACKED as PACKED_KEYS
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.planning import routes, tilings
+from fa3.planning.costs import H100, H200
 from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import H100, H200
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.planning.routes import (
     BOTH,

@@ -21,6 +21,7 @@ from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.kernels.append import MOST_VECTORS, THREADS
+from fa3.planning.costs import H200
 from fa3.planning.decode import (
     MOST_ROWS,
     MOST_TILES,
@@ -29,10 +30,8 @@ from fa3.planning.decode import (
     choose_cut,
     most_of_whole_tiles,
 )
-from fa3.planning.gpu import H200
-from fa3.primitives.arithmetic import LARGEST
-from fa3.primitives.divisor import PlainDivisor
-from fa3.primitives.workspace import WorkspaceSize
+from fa3.primitives.arithmetic import LARGEST, PlainDivisor
+from fa3.primitives.packed_rows import WorkspaceSize
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules import stream_k
 from fa3.schedules.sequences import LONGEST, capacity_of

@@ -23,8 +23,8 @@ from varlen_problems import (
 import fa3
 from fa3.calls import operands, overlap
 from fa3.calls.prepare import prepare_call
+from fa3.planning.costs import H200
 from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import H200
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Problem

@@ -13,7 +13,7 @@ from reference import visible
 import fa3
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.gpu import H100, H200
+from fa3.planning.costs import H100, H200
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.planning.tilings import TILINGS, choose_config

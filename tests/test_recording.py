@@ -11,7 +11,7 @@ import torch
 from problems import make_operands, make_problem
 
 import fa3
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config

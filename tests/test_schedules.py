@@ -20,10 +20,10 @@ from reference import check_attention
 
 import fa3
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.arithmetic import Divisor
 from fa3.problem import Problem, Window
 from fa3.schedules import (
     KeyRanges,

@@ -48,16 +48,15 @@ from fa3.kernels.tile_table import (
     capacity_of_table,
     words_of_table,
 )
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.routes import CACHE, has_few_tiles
+from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.running.compiler import compile_kernel, load_kernel
-from fa3.schedules.order import END
+from fa3.schedules.order import END, PackedPart
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder
-from fa3.schedules.segment import PackedPart
 from fa3.schedules.split import FIELDS, RaggedSegments
 from fa3.schedules.stretches import (
     BLOCKS_OF_TILE,

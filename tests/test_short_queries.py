@@ -27,7 +27,7 @@ import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.integrations import torch as integration
 from fa3.planning import routes
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.routes import FEWEST_EARLIER_KEYS, PACKED, PackedSizes, Signature, choose_route
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.scores.masks import Band

@@ -15,7 +15,7 @@ from fa3.__main__ import main
 from fa3.calls import tuned_plans
 from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import plan_call, plans_path
-from fa3.planning.gpu import H200, Gpu
+from fa3.planning.costs import H200, Gpu
 from fa3.planning.planner import CHOICES, plan_dense, plan_forward
 from fa3.problem import Problem, Window
 from fa3.running import code_cache

@@ -21,7 +21,7 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.routes import (
     MOST_SHARED_TILE_KEYS,
     PACKED,

@@ -26,8 +26,8 @@ from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.segment_table import SegmentTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import BackwardPlan
-from fa3.planning.gpu import H200
-from fa3.planning.kernel_names import describe_kernel
+from fa3.planning.costs import H200
+from fa3.planning.explanation import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import compiler

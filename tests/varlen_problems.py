@@ -15,7 +15,7 @@ from score_problems import Recipe
 import fa3
 from fa3.calls.execution import PackedCall, PreparedPlan
 from fa3.planning import routes
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.routes import CACHE, DECODE, PACKED, Signature
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores.masks import Band

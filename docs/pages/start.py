@@ -15,7 +15,7 @@ from benchmarks.results import CSV_NAME, OK, Row, read
 from benchmarks.shapes import size
 from docs.pages import svg
 from docs.pages.performance import GRID, NAMES, RECORDS
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.scores.masks import Band
 
 IMAGES = Path(__file__).parents[1] / "images"

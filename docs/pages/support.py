@@ -17,7 +17,7 @@ import torch
 import fa3
 from docs.examples.documents import Documents
 from docs.examples.relative_bias import RelativeBias
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.tilings import choose_config
 from fa3.problem import FP8_HEAD_DIM_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, Problem, Window
 from fa3.scores.masks import Band

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from fa3.planning.gpu import H100, H200, Gpu
+from fa3.planning.costs import H100, H200, Gpu
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import Gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.problem import Problem

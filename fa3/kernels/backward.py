@@ -78,7 +78,7 @@ from fa3.kernels.backward_roles import (
 )
 from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives import arguments
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.gradient_mmas import GradientLayouts
@@ -90,9 +90,8 @@ from fa3.primitives.query_tiles import (
     RowStatistics,
     number_of_packed_tiles,
 )
-from fa3.primitives.rows_of_sequence import in_batch, ragged_tma_view
 from fa3.primitives.shared_memory import SmemAllocator
-from fa3.primitives.tma import TmaTensor
+from fa3.primitives.tma import TmaTensor, in_batch, ragged_tma_view
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.order import KernelOrder

@@ -11,8 +11,8 @@ from fa3.primitives import arguments
 from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS
-from fa3.primitives.rows_of_sequence import in_batch
 from fa3.primitives.shared_memory import CAPACITY, padded
+from fa3.primitives.tma import in_batch
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec

@@ -15,8 +15,13 @@ from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
 from fa3.primitives.arithmetic import larger
 from fa3.primitives.coords import TransposedCoords
-from fa3.primitives.dq_accumulator import DqAccumulator, DqReduction, DqSemaphore
-from fa3.primitives.dq_step import DqOperands, DqStep
+from fa3.primitives.dq_accumulator import (
+    DqAccumulator,
+    DqOperands,
+    DqReduction,
+    DqSemaphore,
+    DqStep,
+)
 from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles

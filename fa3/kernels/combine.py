@@ -30,10 +30,10 @@ from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.output_store import RowLse, shared_by
+from fa3.primitives.packed_rows import Sums, Workspace, WorkspaceSize, exp
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.softmax import finite
 from fa3.primitives.vectors import QUAD, vector_of
-from fa3.primitives.workspace import Sums, Workspace, WorkspaceSize, exp
 
 GROUPS = 16
 LANES = 16

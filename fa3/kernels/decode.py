@@ -56,8 +56,8 @@ from fa3.kernels.decode_memory import (
     consumer_barrier,
     publish,
 )
-from fa3.primitives.attention import Attention, Mmas
-from fa3.primitives.block_stream import BlockStream
+from fa3.primitives.arithmetic import Divisor, PlainDivisor
+from fa3.primitives.attention import Attention, BlockStream, Mmas
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
@@ -66,12 +66,13 @@ from fa3.primitives.cache_blocks import (
     TmaBlocks,
     load_block,
 )
-from fa3.primitives.divisor import Divisor, PlainDivisor
 from fa3.primitives.fp8_blocks import BlockConverter, convert_rows
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.output_store import RowLse, shared_by
 from fa3.primitives.packed_rows import (
     PackedCoords,
+    Workspace,
+    WorkspaceSize,
     clear_rows,
     fetch_rows,
     merge_parts,
@@ -81,12 +82,10 @@ from fa3.primitives.packed_rows import (
 from fa3.primitives.part_merge import HAS_COME, HAS_LEFT
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
-from fa3.primitives.turns import NoPingPong
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
-from fa3.primitives.workspace import Workspace, WorkspaceSize
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS, NoPingPong
 from fa3.problem import Window
+from fa3.schedules.order import Segment, Tile
 from fa3.schedules.ragged import CTAS_BESIDE
-from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import (
     BY_CTA,

@@ -47,21 +47,19 @@ from fa3.kernels.forward_epilogue import (
 )
 from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
 from fa3.kernels.forward_launch import OTHER_REGISTERS, ForwardArguments, ForwardConfig
-from fa3.primitives.attention import Attention
-from fa3.primitives.block_stream import BlockStream
+from fa3.primitives.arithmetic import Divisor
+from fa3.primitives.attention import Attention, BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import ConvertedPipeline
 from fa3.primitives.output_store import RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
-from fa3.primitives.rows_of_sequence import ragged_tma_view
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
-from fa3.primitives.tma import TmaTensor, tile_loader
+from fa3.primitives.tma import TmaTensor, ragged_tma_view, tile_loader
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile

@@ -11,9 +11,9 @@ from cutlass import Boolean, Int32, pipeline
 
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.kernel_base import AttentionKernel
+from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.fp8_blocks import ConvertedPipeline
 from fa3.primitives.output_store import RowLse, RowStore, SlabStore

@@ -32,7 +32,7 @@ from fa3.kernels.tile_table import (
     sum_in_warp,
 )
 from fa3.primitives import arguments
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import END

@@ -23,7 +23,7 @@ from fa3.kernels.tile_table import (
     shift_of_work,
     words_of_table,
 )
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.key_split import (
     TILES_OF_WAVE,
     KeyShares,

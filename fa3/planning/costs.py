@@ -1,7 +1,8 @@
-"""The parameters of the cost model: what tiles, schedules and launches cost on a GPU.
+"""GPUs, and the parameters of the cost model: what tiles, schedules and launches cost on them.
 
-They are data. `benchmarks.fit_costs` fits them to measured times and writes `costs_h200.json`. A
-`Gpu` has its costs; `fa3.planning.prediction`, `load` and `tiled` use them.
+Parameters are data. `benchmarks.fit_costs` fits them to measured times and writes
+`costs_h200.json`. `fa3.planning.prediction` uses them. `fa3.calls.devices` finds the `Gpu` that a
+tensor is on.
 """
 
 import functools
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
@@ -190,3 +192,39 @@ def shipped_costs(gpu_name: str) -> Costs:
         bandwidth = costs.bytes_per_us * H100_BANDWIDTH
         return replace(costs, gpu=H100_NAME, measured=False, bytes_per_us=bandwidth)
     return replace(costs, gpu=gpu_name, measured=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the planner needs to know of a GPU.
+
+    Fields:
+        num_sms: streaming multiprocessors.
+        l2_bytes: bytes of L2 that the K and V of one section of heads may take.
+    """
+
+    name: str
+    num_sms: int
+    l2_bytes: int
+
+    @property
+    def costs(self) -> Costs:
+        """The parameters of the cost model."""
+        return shipped_costs(self.name)
+
+
+H200 = Gpu("NVIDIA H200", num_sms=132, l2_bytes=32 << 20)
+"""Has 60 MB of L2; Q and O pass through it too, so half is left for K and V."""
+
+H100 = Gpu(H100_NAME, num_sms=132, l2_bytes=26 << 20)  # the SXM version: 50 MB of L2
+GPUS = {"H100": H100, "H200": H200}  # GPUs by the names that a caller may give instead of a `Gpu`
+
+
+def as_gpu(gpu: Gpu | str) -> Gpu:
+    """Return the GPU of a name in `GPUS`, or a `Gpu` as it is; else raise an error."""
+    if isinstance(gpu, Gpu):
+        return gpu
+    if gpu in tuple(GPUS):
+        return GPUS[gpu]
+    kind = ValueError if isinstance(gpu, str) else TypeError
+    raise kind(f"gpu must be a Gpu or one of {list(GPUS)}, got {shown(gpu)}")

@@ -19,7 +19,7 @@ import numpy as np
 from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N, DecodeArguments, DecodeConfig
-from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
+from fa3.planning.costs import LEAST_MARGIN, UNSURE, Gpu, least_gain
 from fa3.planning.explanation import (
     Candidate,
     choice_of,
@@ -27,16 +27,14 @@ from fa3.planning.explanation import (
     describe_plan,
     duration,
 )
-from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, Memory
 from fa3.planning.prediction import Prediction
-from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.packed_rows import UNIT, WorkspaceSize
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
-from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import (

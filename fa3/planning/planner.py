@@ -11,16 +11,13 @@ from typing import cast
 
 from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.checks import check_types
-from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
+from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate
-from fa3.planning.gpu import H200, Gpu, as_gpu
-from fa3.planning.plan import Plan, candidate, check_pairs, laid_out
+from fa3.planning.plan import Plan, candidate, check_pairs, check_types, laid_out
 from fa3.planning.prediction import loads_of_whole_tiles
 from fa3.planning.routes import DECODE, choose_dense
-from fa3.planning.tiled import TiledProblem
-from fa3.planning.tilings import configs
+from fa3.planning.tilings import TiledProblem, configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, SplitTiles, Tile, TileList
 from fa3.schedules.coverage import check_schedule

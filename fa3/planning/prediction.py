@@ -25,7 +25,7 @@ import numpy as np
 
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import AGAIN, Costs, TileCosts
-from fa3.planning.tiled import TiledProblem
+from fa3.planning.tilings import TiledProblem
 from fa3.schedules import Schedule
 from fa3.schedules.split import TimedSegments
 from fa3.schedules.tile_list import LATE

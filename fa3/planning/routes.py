@@ -30,8 +30,8 @@ from fa3.kernels.segment_table import (
     SegmentTableArguments,
 )
 from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_table
+from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.gpu import Gpu
 from fa3.planning.launch import FromCall, Launch, launch_of_forward
 from fa3.planning.tilings import (
     converting_tiling,

@@ -1,10 +1,12 @@
-"""The consumers' loop over key blocks: one warpgroup's 64 query rows, last block to first.
+"""The loops over key blocks: the consumers' and the producers', last block to first.
 
-The forward and the decode kernel both run it. Q, K and V come from shared memory, where the
-producer's TMA or cp.async wrote them; O and the row sums stay in registers for the epilogue.
+The forward and the decode kernel run both. Each consumer warpgroup has 64 query rows
+(`Attention`). Q, K and V come from shared memory, where the producer's TMA or cp.async wrote them;
+O and the row sums stay in registers for the epilogue. The main loop starts S = Q K^T of the next
+block, then O += P V of the previous one. The softmax of S runs while P V is still in flight.
 
-The main loop starts S = Q K^T of the next block, then O += P V of the previous one. The softmax
-of S runs while P V is still in flight.
+Producers load K and V in the order in which consumers use them, in the same three steps: `first`,
+`rest`, `last` (`BlockStream`). A producer may load other data in between.
 """
 
 from collections.abc import Callable
@@ -284,3 +286,41 @@ class Attention:
         row = as_rows_and_columns(self.regs.acc_O)[r, None]
         # Small enough for the squares of what fp32 holds.
         return sum_of_squares(row, 2.0**-70) < Float32.inf
+
+
+@dataclass(frozen=True)
+class BlockStream:
+    """Loads the key blocks of a tile, from the last to the first."""
+
+    # (n_block) -> the block's place; called one block ahead, since lookups take time.
+    find: Callable
+    # load_k, load_v: (place, state) -> next state; load a block into the state's stage.
+    load_k: Callable
+    load_v: Callable
+    is_ahead: bool = True  # whether K is loaded one block ahead of V, as S = Q K^T is computed
+
+    @cute.jit
+    def first(self, n_block, k_state):
+        """Load K of the first block if K is ahead; return the block's place and K's state."""
+        place = self.find(n_block)
+        if cutlass.const_expr(self.is_ahead):
+            k_state = self.load_k(place, k_state)
+        return place, k_state
+
+    @cute.jit
+    def rest(self, begin, n_block, place, k_state, v_state):
+        """Load all blocks down to `begin` except what `last` loads."""
+        while n_block > begin:
+            n_block -= 1
+            following = self.find(n_block)
+            k_state = self.load_k(following if self.is_ahead else place, k_state)
+            v_state = self.load_v(place, v_state)
+            place = following
+        return place, k_state, v_state
+
+    @cute.jit
+    def last(self, place, k_state, v_state):
+        """Load V of block `begin`, and its K if K is not ahead."""
+        if cutlass.const_expr(not self.is_ahead):
+            k_state = self.load_k(place, k_state)
+        return k_state, self.load_v(place, v_state)

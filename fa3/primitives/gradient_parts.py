@@ -22,8 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from fa3.primitives.arithmetic import larger, smaller
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.arithmetic import Divisor, larger, smaller
 from fa3.primitives.dq_accumulator import in_quads, quads_of_lane
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.query_tiles import PAIR, PackedQueryTiles, QueryTiles

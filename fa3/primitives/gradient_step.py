@@ -1,7 +1,7 @@
 """An MMA warpgroup's loop over query blocks in the backward kernel.
 
 Q, dO and the rows' statistics come from shared memory, where the producer's TMA wrote them. dK and
-dV stay in registers for the epilogue. dS goes to shared memory for `fa3.primitives.dq_step`.
+dV stay in registers for the epilogue. dS goes to shared memory for `fa3.primitives.dq_accumulator`.
 
 A thread has 208 registers, of which dK and dV take 128 at head size 128. So P is kept in 16 bits
 while dP is there, and is read again for dS: it is rounded for dV in any case.

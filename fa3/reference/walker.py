@@ -25,7 +25,7 @@ from fa3.primitives.cache_blocks import Keys
 from fa3.primitives.coords import Position
 from fa3.primitives.softmax import FP8_OFFSET, LOG2_E, SLACK
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules.segment import Segment
+from fa3.schedules.order import Segment
 from fa3.scores.masks import Blocks, Mask, Sequence
 from fa3.scores.scores import Score, bind
 

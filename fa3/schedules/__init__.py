@@ -6,9 +6,15 @@ those that callers can name.
 """
 
 from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.fixed import SingleTile, StaticPersistent
-from fa3.schedules.order import Schedule, TileOrder, walk
-from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.order import (
+    Schedule,
+    Segment,
+    SingleTile,
+    StaticPersistent,
+    Tile,
+    TileOrder,
+    walk,
+)
 from fa3.schedules.split import KeyRanges, SplitTiles
 from fa3.schedules.tile_list import TileList
 

@@ -7,8 +7,17 @@ import numpy as np
 
 from fa3.complaints import shown
 from fa3.primitives.arithmetic import LARGEST
-from fa3.schedules.order import END, Schedule, TableSchedule, TileOrder
-from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
+from fa3.schedules.order import (
+    END,
+    MOST_PARTS,
+    MOST_SLOTS,
+    ONLY,
+    PackedPart,
+    Schedule,
+    Segment,
+    TableSchedule,
+    TileOrder,
+)
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:

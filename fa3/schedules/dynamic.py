@@ -12,8 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.vectors import QUAD
-from fa3.schedules.order import Schedule, TileOrder
-from fa3.schedules.segment import Segment
+from fa3.schedules.order import Schedule, Segment, TileOrder
 
 SLOTS = 2  # slots of the mailbox: the producer may fetch this many tiles ahead of the consumers
 

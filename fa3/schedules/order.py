@@ -1,8 +1,11 @@
-"""The order that numbers a problem's tiles (`TileOrder`), and the interface of every schedule.
+"""Tiles and segments, the order that numbers tiles (`TileOrder`), and the interface of schedules.
 
-`fa3.planning.tiled` makes the order from problem, GPU and config; schedules are made from it, and
+`fa3.planning.tilings` makes the order from problem, GPU and config; schedules are made from it, and
 the forward kernel and the reference walk them. All of it is plain arithmetic on the fields: the
 same code runs on Python ints (planner, reference, tests) and on Int32 values inside a kernel.
+
+At the end are two schedules without a table, in which arithmetic gives each cluster its tiles. The
+planner never chooses them. A CUDA graph can capture them without a call before.
 """
 
 from collections.abc import Iterator
@@ -12,9 +15,78 @@ from typing import Any, ClassVar, NamedTuple
 import cutlass.cute as cute
 import numpy as np
 
-from fa3.primitives.arithmetic import smaller
-from fa3.primitives.divisor import Divisor
-from fa3.schedules.segment import Segment, Tile
+from fa3.primitives.arithmetic import Divisor, smaller
+
+ONLY = 1  # `PackedPart.number` of a whole tile
+MOST_PARTS = 256  # a tile has fewer parts than this
+
+MOST_SLOTS = 1 << 14
+"""Most parts of all tiles together. A part writes up to 100,000 numbers to the workspace, and 32
+bits must index them all."""
+
+
+class Tile(NamedTuple):
+    """A block of query rows of one query head of one sequence.
+
+    One cluster works on a tile. With c CTAs along M, `m_block` counts groups of c query tiles,
+    and the CTA of rank r in the cluster takes query tile `m_block * c + r`. With c CTAs along
+    heads, `head` counts groups of c query heads in the same way. In decoding, `head` is a
+    key/value head, and the tile's rows are its query heads' rows.
+    """
+
+    m_block: int
+    head: int
+    batch: int
+
+
+class PackedPart(NamedTuple):
+    """Which part of its tile a segment is, packed into one integer: it takes one register."""
+
+    # `num_parts` + MOST_PARTS * (index of the part in its tile + MOST_PARTS * `slot`).
+    number: int = ONLY
+
+    @property
+    def num_parts(self):
+        """How many parts the tile has; 1 if it is whole."""
+        return self.number % MOST_PARTS
+
+    @property
+    def slot(self):
+        """The workspace slot for the part's output and log-sum-exp; unused for a whole tile."""
+        return self.number // MOST_PARTS**2
+
+    @property
+    def first_slot(self):
+        """The slot of the tile's first part; its other parts follow in key order."""
+        return self.slot - self.number // MOST_PARTS % MOST_PARTS
+
+
+class Part(NamedTuple):
+    """Which part of its tile a segment is, in decoding (split-K)."""
+
+    slot: int  # workspace slot for its result; unused if the tile has one part
+    first_slot: int  # slot of the tile's first part
+    num_parts: int  # how many parts the tile has
+    record: int  # index of the record from which the combine kernel learns of the tile's parts
+
+
+class Segment(NamedTuple):
+    """What a cluster computes in one go: key blocks [begin, end) of one tile."""
+
+    tile: Tile
+    # begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the first
+    # one that the tile touches.
+    begin: Any = None
+    end: Any = None
+    part: PackedPart | Part = PackedPart()
+    # Of packed sequences what their table has of the tile; None without a table.
+    record: tuple | None = None
+    number: int | None = None  # the tile's number in that table
+
+    @property
+    def is_whole(self):
+        """Whether the tile has no other segment."""
+        return self.part.num_parts == 1
 
 
 @dataclass(frozen=True)
@@ -165,7 +237,7 @@ class Schedule:
     # ------------------------------------------------------------------------------------- host
     @classmethod
     def make(cls, tiled):
-        """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.TiledProblem`)."""
+        """Make the schedule of a `fa3.planning.tilings.TiledProblem`."""
         return cls(tiled.order, tiled.num_clusters)
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
@@ -285,3 +357,53 @@ def walk(schedule: Schedule, cluster: int) -> Iterator[Segment]:
     while schedule.is_valid(cursor):
         yield schedule.segment(cursor)
         cursor = schedule.next(cursor)
+
+
+@dataclass(frozen=True)
+class SingleTile(Schedule):
+    """As many clusters as tiles; the GPU's block scheduler starts them in order."""
+
+    order: TileOrder
+
+    name: ClassVar[str] = "single"
+    table: ClassVar[None] = None
+    is_persistent: ClassVar[bool] = False
+    is_searched: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, tiled) -> "SingleTile":
+        return cls(tiled.order)
+
+    @classmethod
+    def on_device(cls, order: TileOrder, num_clusters, state) -> "SingleTile":
+        return cls(order)
+
+    @property
+    def num_clusters(self):
+        return self.order.num_tiles
+
+    def next(self, cursor):
+        return self.order.num_tiles
+
+
+@dataclass(frozen=True)
+class StaticPersistent(Schedule):
+    """Deal the tiles to the clusters in rounds, odd rounds in reverse.
+    The order is longest-first: in one direction only, cluster 0 would get the longest tile of every
+    round."""
+
+    order: TileOrder
+    num_clusters: int
+
+    name: ClassVar[str] = "static"
+    is_searched: ClassVar[bool] = False
+    table: ClassVar[None] = None
+
+    @property
+    def owners(self) -> np.ndarray:
+        turn, place = np.divmod(np.arange(self.order.num_tiles), self.num_clusters)
+        return np.where(turn % 2, self.num_clusters - 1 - place, place)
+
+    def next(self, cursor):
+        position = cursor % self.num_clusters
+        return cursor + 2 * (self.num_clusters - position) - 1

@@ -20,13 +20,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa3.primitives.arithmetic import smaller
-from fa3.primitives.divisor import Divisor, PlainDivisor
+from fa3.primitives.arithmetic import Divisor, PlainDivisor, smaller
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, first_packed_tile
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import WARP
-from fa3.schedules.order import KernelOrder
-from fa3.schedules.segment import Tile
+from fa3.schedules.order import KernelOrder, Tile
 
 PREPROCESS_SHARES = 24
 """Shares of the preprocessing inside the backward kernel, and CTAs that take one at first."""

@@ -19,10 +19,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa3.primitives.arithmetic import larger, smaller
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.arithmetic import Divisor, larger, smaller
 from fa3.schedules.dynamic import SLOTS, Dynamic
-from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.order import Segment, Tile
 
 TABLE_HEADER = 8
 """Words before the first record: tiles taken, CTAs that found none left, number of records, CTAs

@@ -13,8 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa3.primitives.arithmetic import larger
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.arithmetic import Divisor, larger
 from fa3.schedules.dynamic import SLOTS
 from fa3.schedules.ragged import RaggedCursor, RaggedTiles, TableOrder
 

@@ -22,9 +22,17 @@ from fa3.schedules.coverage import (
     entries_of,
     number_parts,
 )
-from fa3.schedules.order import Parts, TableCursor, TableSchedule, TileOrder
+from fa3.schedules.order import (
+    ONLY,
+    PackedPart,
+    Parts,
+    Segment,
+    TableCursor,
+    TableSchedule,
+    Tile,
+    TileOrder,
+)
 from fa3.schedules.ragged import RaggedOrder, TileRecord
-from fa3.schedules.segment import ONLY, PackedPart, Segment, Tile
 from fa3.schedules.tile_list import balance, columns_of_owners
 
 FIELDS = 4

@@ -30,10 +30,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from fa3.primitives.arithmetic import larger, smaller
-from fa3.primitives.divisor import Divisor, PlainDivisor
+from fa3.primitives.arithmetic import Divisor, PlainDivisor, larger, smaller
 from fa3.primitives.wgmma import WARP
-from fa3.schedules.segment import Part, Segment, Tile
+from fa3.schedules.order import Part, Segment, Tile
 
 BY_CTA = 2**30
 """Tiles of a `StreamK` whose records are by CTA, if it is not known how many tiles there are."""

@@ -11,7 +11,7 @@ and on Int32 values inside a kernel.
 from typing import NamedTuple
 
 from fa3.primitives.arithmetic import either, larger, smaller
-from fa3.schedules.segment import MOST_PARTS, ONLY
+from fa3.schedules.order import MOST_PARTS, ONLY
 
 BLOCKS_OF_TILE = 2
 """Key blocks that take as long as the rest of a tile: its first loads, prologue and epilogue."""

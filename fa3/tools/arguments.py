@@ -15,7 +15,7 @@ from fa3.tools.models import CACHE_DTYPES, CALLS, PRESETS, ROTARIES, SHORT_DTYPE
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
-GPU_NAMES = ("H100", "H200")  # what `fa3.planning.gpu.GPUS` has
+GPU_NAMES = ("H100", "H200")  # what `fa3.planning.costs.GPUS` has
 USAGE_ERROR = 2  # exit status after wrong arguments
 
 Shape = tuple[int, int, int, int, int, int]

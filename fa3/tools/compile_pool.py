@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 
-from fa3.planning.kernel_names import describe_kernel
+from fa3.planning.explanation import describe_kernel
 from fa3.running.code_cache import cache_dir, check_can_keep
 from fa3.running.compiler import ARCH, Kernel, object_code
 

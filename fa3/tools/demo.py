@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fa3.calls.attention import flash_attn_func
 from fa3.calls.devices import gpu_of
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem
 from fa3.running.compiler import compile_kernel

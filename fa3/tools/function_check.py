@@ -26,7 +26,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import from_dlpack
 
 from fa3.calls.options import integer, shown
-from fa3.planning.gpu import H200
+from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.primitives.coords import Position
 from fa3.problem import AttentionSpec, Problem

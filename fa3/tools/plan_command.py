@@ -6,9 +6,9 @@ from dataclasses import replace
 from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
+from fa3.planning.costs import Gpu, as_gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import counted, describe_plan, quantity
-from fa3.planning.gpu import Gpu, as_gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import (

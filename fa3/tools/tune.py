@@ -10,9 +10,9 @@ import torch
 from fa3.calls.attention import flash_attn_func
 from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import keep_plan, plans_path
+from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import describe_problem, duration
-from fa3.planning.gpu import Gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
 from fa3.planning.tilings import configs

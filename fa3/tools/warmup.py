@@ -21,9 +21,9 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
+from fa3.planning.costs import H100, H200, Gpu
 from fa3.planning.decode import DecodePlan, Sizes
-from fa3.planning.gpu import H100, H200, Gpu
-from fa3.planning.kernel_names import describe_kernel
+from fa3.planning.explanation import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import CACHE, PACKED, Signature, launches_of_route
 from fa3.primitives.cache_blocks import CacheLayout
