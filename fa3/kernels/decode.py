@@ -57,7 +57,7 @@ from fa3.kernels.decode_memory import (
     publish,
 )
 from fa3.primitives.arithmetic import Divisor, PlainDivisor
-from fa3.primitives.attention import Attention, BlockStream, Mmas
+from fa3.primitives.attention import Attention, BlockStream, Mmas, NoPingPong
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
@@ -82,7 +82,7 @@ from fa3.primitives.packed_rows import (
 from fa3.primitives.part_merge import HAS_COME, HAS_LEFT
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS, NoPingPong
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import Window
 from fa3.schedules.order import Segment, Tile
 from fa3.schedules.ragged import CTAS_BESIDE

@@ -14,19 +14,12 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.forward_epilogue import ForwardBuffers, ForwardPipelines
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
-from fa3.primitives.attention import Attention, BlockStream, Mmas
+from fa3.primitives.attention import Attention, BlockStream, Mmas, NoPingPong, PingPong
 from fa3.primitives.fp8_blocks import BlockConverter
 from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Mmas, ValueTransposer, attention_in_fp8
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
-from fa3.primitives.wgmma import (
-    REGISTERS,
-    REGISTERS_OF_CONVERTERS,
-    REGISTERS_OF_PAGES,
-    ROWS,
-    NoPingPong,
-    PingPong,
-)
+from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_CONVERTERS, REGISTERS_OF_PAGES, ROWS
 from fa3.scores.masks import Blocks
 
 FIRST_TURN_BARRIER = 1

@@ -6,7 +6,8 @@ O and the row sums stay in registers for the epilogue. The main loop starts S = 
 block, then O += P V of the previous one. The softmax of S runs while P V is still in flight.
 
 Producers load K and V in the order in which consumers use them, in the same three steps: `first`,
-`rest`, `last` (`BlockStream`). A producer may load other data in between.
+`rest`, `last` (`BlockStream`). A producer may load other data in between. `PingPong` makes
+warpgroups issue WGMMAs in turn.
 """
 
 from collections.abc import Callable
@@ -15,14 +16,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
 from fa3.primitives.softmax import OnlineSoftmax, RowMax, sum_of_squares
-from fa3.primitives.wgmma import ROWS
+from fa3.primitives.wgmma import ROWS, WARPGROUP
 
 
 class Fragments(NamedTuple):
@@ -324,3 +325,49 @@ class BlockStream:
         if cutlass.const_expr(not self.is_ahead):
             k_state = self.load_k(place, k_state)
         return k_state, self.load_v(place, v_state)
+
+
+@dataclass(frozen=True)
+class PingPong:
+    """Turns pass from warpgroup to warpgroup around the ring, starting with group 0.
+    Each group has one barrier: its own threads wait on it, and the previous group's threads
+    arrive on it. All groups must take the same number of turns."""
+
+    first_barrier: int
+    groups: int
+    group: Int32
+
+    @cute.jit
+    def start(self):
+        """Give group 0 the first turn. Every group must call this once."""
+        if self.group == self.groups - 1:
+            self.signal_next()
+
+    @cute.jit
+    def wait(self):
+        """Wait for this group's turn."""
+        self.barrier(self.group).arrive_and_wait()
+
+    @cute.jit
+    def signal_next(self):
+        """Give the turn to the next group."""
+        last = self.group == self.groups - 1
+        self.barrier(0 if last else self.group + 1).arrive()
+
+    @cute.jit
+    def finish(self):
+        """Take the last turn that was passed on, so that no barrier is left half full."""
+        if self.group == 0:
+            self.wait()
+
+    def barrier(self, group) -> pipeline.NamedBarrier:
+        return pipeline.NamedBarrier(self.first_barrier + group, 2 * WARPGROUP)
+
+
+class NoPingPong:
+    """For warpgroups that never wait for a turn."""
+
+    def wait(self):
+        pass
+
+    start = signal_next = finish = wait

@@ -1,13 +1,7 @@
-"""Issue of warpgroup matrix multiplications (WGMMA), and sizes of warps and warpgroups.
-
-`PingPong` is a ring of named barriers that makes warpgroups issue WGMMAs in turn.
-"""
-
-from dataclasses import dataclass
+"""Issue of warpgroup matrix multiplications (WGMMA), and sizes of warps and warpgroups."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 WARP = 32  # threads of a warp
@@ -33,49 +27,3 @@ def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Con
         mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
-
-
-@dataclass(frozen=True)
-class PingPong:
-    """Turns pass from warpgroup to warpgroup around the ring, starting with group 0.
-    Each group has one barrier: its own threads wait on it, and the previous group's threads
-    arrive on it. All groups must take the same number of turns."""
-
-    first_barrier: int
-    groups: int
-    group: Int32
-
-    @cute.jit
-    def start(self):
-        """Give group 0 the first turn. Every group must call this once."""
-        if self.group == self.groups - 1:
-            self.signal_next()
-
-    @cute.jit
-    def wait(self):
-        """Wait for this group's turn."""
-        self.barrier(self.group).arrive_and_wait()
-
-    @cute.jit
-    def signal_next(self):
-        """Give the turn to the next group."""
-        last = self.group == self.groups - 1
-        self.barrier(0 if last else self.group + 1).arrive()
-
-    @cute.jit
-    def finish(self):
-        """Take the last turn that was passed on, so that no barrier is left half full."""
-        if self.group == 0:
-            self.wait()
-
-    def barrier(self, group) -> pipeline.NamedBarrier:
-        return pipeline.NamedBarrier(self.first_barrier + group, 2 * WARPGROUP)
-
-
-class NoPingPong:
-    """For warpgroups that never wait for a turn."""
-
-    def wait(self):
-        pass
-
-    start = signal_next = finish = wait
