@@ -13,6 +13,8 @@ from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.reference.steps import execute
 from fa3.scores.masks import Band
 
+CAUSAL = Window(right=0)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

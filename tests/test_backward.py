@@ -15,7 +15,7 @@ from gradients import check_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs, places
-from problems import make_operands, make_problem, poisoned_allocations, problems
+from problems import CAUSAL, make_operands, make_problem, poisoned_allocations, problems
 from score_problems import RECIPES_WITH_GRADIENTS, Recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -27,8 +27,6 @@ from fa3.interface import _flash_attn_backward
 from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
-
-CAUSAL = Window(right=0)
 
 
 def check(problem: Problem, where, weights=(True, False), seed: int = 0, **modifiers) -> dict:

@@ -10,7 +10,7 @@ import torch
 from gpu_checks import captured
 from gradients import check_gradients, check_varlen_gradients
 from pairs import pairs
-from problems import make_operands, make_problem, poisoned_allocations
+from problems import CAUSAL, make_operands, make_problem, poisoned_allocations
 from varlen_problems import VarlenProblem, make_call
 
 import fa3
@@ -18,8 +18,6 @@ from fa3.calls import backward
 from fa3.planning import backward as planning
 from fa3.planning.key_split import KeyShares, Waves
 from fa3.problem import Window
-
-CAUSAL = Window(right=0)
 
 FORCED = (
     *((1, 1, KeyShares(1, n)) for n in (2, 3, 8)),

@@ -7,7 +7,7 @@ from types import FunctionType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import make_problem
+from problems import CAUSAL, make_problem
 
 from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_group_flag
 from fa3.planning.backward import (
@@ -29,8 +29,6 @@ from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_index import QueryHeadGroups
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 from fa3.scores.masks import Blocks
-
-CAUSAL = Window(right=0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import make_problem
+from problems import CAUSAL, make_problem
 from score_problems import RelativeBias
 
 from fa3.kernels.forward_launch import ForwardConfig
@@ -24,7 +24,6 @@ from fa3.schedules.split import LEAVE_US, MERGE_US
 from fa3.schedules.tile_list import balance
 from fa3.scores.templates import Template
 
-CAUSAL = Window(right=0)
 TILES = ForwardConfig(128, 128, q_stages=2)
 
 GRID = [

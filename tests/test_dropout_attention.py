@@ -9,7 +9,7 @@ import torch
 from gpu_checks import captured
 from gradients import check_gradients, check_varlen_gradients
 from pairs import pairs, places
-from problems import make_operands, make_problem, poisoned_allocations
+from problems import CAUSAL, attend, make_operands, make_problem, poisoned_allocations
 from reference import check_attention, visible
 from score_problems import Recipe
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,7 +44,6 @@ def leaves(heads: int = 2) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in make_operands(make_problem(2, 70, 90, heads, head_dim=32))]
 
 
-CAUSAL = Window(right=0)
 WINDOWS = (Window(), CAUSAL, Window(40, 20), Window(left=70))
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
@@ -73,52 +72,37 @@ PROBLEMS = (
 
 @places(
     "problem,dropout_p",
-    cpu=itertools.product(PROBLEMS, (0.1, 0.9)),
-    gpu=[
-        (make_problem(2, 300, 500, 2, 2, head_dim, window, dtype), 0.3)
-        for head_dim, window, dtype in (
-            *((64, Window(), "float16"), (96, CAUSAL, "bfloat16"), (128, WINDOWS[2], "bfloat16")),
-            *((192, WINDOWS[3], "float16"), (256, CAUSAL, "float16"), (128, Window(), "float16")),
-            *((128, WINDOWS[3], "bfloat16"), (256, WINDOWS[2], "bfloat16")),
-        )
-    ],
-)
-def test_forward(problem, dropout_p, where):
-    q, k, v = make_operands(problem, 0, where)
-    dropout, window = on(where, dropout_p=dropout_p), tuple(problem.window)
-    with poisoned_allocations():
-        out, lse = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **dropout)
-    check_attention(out, lse, q, k, v, window=problem.window, **dropout)
-    if where == "cpu":
-        # The log-sum-exp knows nothing of it.
-        _, same = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True)
-        assert torch.equal(lse, same)
-
-
-@places(
-    "problem,dropout_p",
     cpu=[
-        *((problem, 0.3) for problem in PROBLEMS),
+        *itertools.product(PROBLEMS, (0.1, 0.9)),
         (make_problem(2, 300, 400, 2, 2, 32, CAUSAL), 0.995),
     ],
     gpu=[
         (make_problem(2, 64, 64, 2, 1, head_dim, window, dtype), 0.3)
-        for head_dim, dtype in ((64, "bfloat16"), (128, "float16"), (256, "bfloat16"))
-        for window in WINDOWS
+        for head_dim, windows, dtype in (
+            *((64, WINDOWS, "bfloat16"), (128, WINDOWS, "float16"), (256, WINDOWS, "bfloat16")),
+            *((96, [CAUSAL], "bfloat16"), (192, [Window(left=70)], "float16")),
+        )
+        for window in windows
     ],
 )
-def test_gradients(problem, dropout_p, where):
-    check_dropped_gradients(problem, dropout_p, (True, True), where)
+def test_attention_and_gradients(problem, dropout_p, where):
+    check_dropped(problem, dropout_p, (True, True), where)
     if where != "cpu":
         for lengths, group in (((300, 500), 2), ((500, 300), 8), ((1024, 1000), 1)):
             sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "qhead_per_kvhead": group}
-            check_dropped_gradients(replace(problem, **sizes), dropout_p, (True, False), where)
+            check_dropped(replace(problem, **sizes), dropout_p, (True, False), where)
 
 
-def check_dropped_gradients(problem: Problem, dropout_p: float, weights: tuple, where) -> None:
-    """Check the gradients of a problem with dropout."""
+def check_dropped(problem: Problem, dropout_p: float, weights: tuple, where) -> None:
+    """Check attention with dropout, and its gradients."""
+    operands, window = make_operands(problem, 0, where), problem.window
     dropout = on(where, dropout_p=dropout_p)
-    check_gradients(*make_operands(problem, 0, where), problem.window, weights, **dropout)
+    out, lse = attend(*operands, window, **dropout)
+    check_attention(out, lse, *operands, window=window, **dropout)
+    if where == "cpu":
+        # The log-sum-exp knows nothing of it.
+        assert torch.equal(lse, attend(*operands, window)[1])
+    check_gradients(*operands, window, weights, **dropout)
 
 
 RECIPES = [

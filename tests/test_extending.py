@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_layering
 import torch
-from problems import make_operands, make_problem
+from problems import CAUSAL, make_operands, make_problem
 from reference import check_attention
 from score_problems import NOTHING, modify
 
@@ -26,14 +26,12 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import plan_forward
-from fa3.problem import Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import walk
 from fa3.tools.cubin import inspect
 
 ROOT = Path(__file__).parent.parent
 CHANGES = ROOT / "docs" / "changes"
-CAUSAL = Window(right=0)
 
 
 class Change(NamedTuple):

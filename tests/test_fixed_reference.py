@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_checks import captured, used_counters
 from pairs import pairs
-from problems import attend, make_operands, make_problem
+from problems import CAUSAL, attend, make_operands, make_problem
 from reference import check_attention, dense
 from score_problems import RelativeBias
 
@@ -29,7 +29,6 @@ from fa3.schedules.marked import ANY, MOST_WARPS, RecomputeMask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
-CAUSAL = Window(right=0)
 LARGE = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL)
 SLOPES = torch.zeros(16)
 TWO_SLOPES = torch.zeros(2)

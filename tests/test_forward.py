@@ -12,7 +12,7 @@ from gpu_checks import TOOLS, captured, check_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs
-from problems import attend, make_operands, make_problem, problems, run_plan
+from problems import CAUSAL, attend, make_operands, make_problem, problems, run_plan
 from reference import check_attention
 from score_problems import Recipe
 
@@ -118,9 +118,6 @@ HEAD_DIMS = (64, 128, 256)
 
 PADDED_HEAD_DIMS = ((40, 40), (96, 80), (192, 128))
 """Sizes (of q and k, of v) that take more columns in shared memory than they have, or differ."""
-
-
-CAUSAL = Window(right=0)
 
 
 WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from pairs import places
-from problems import make_operands, make_problem, poisoned_allocations
+from problems import CAUSAL, make_operands, make_problem, poisoned_allocations
 from reference import check_attention
 from score_problems import Recipe
 
@@ -22,7 +22,6 @@ from fa3.problem import Problem, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import CtaGroups, StreamK
 
-CAUSAL = Window(right=0)
 WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))
 
 FEW = make_problem(1, 1, 3000, 4, 4, 64)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import score_problems
 import torch
-from problems import make_operands, make_problem
+from problems import CAUSAL, make_operands, make_problem
 
 import fa3
 from fa3.planning.costs import H200
@@ -17,14 +17,12 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import Note
-from fa3.problem import Window
 from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
 from fa3.tools.recording import run_recorded, timeline_of
 
-CAUSAL = Window(right=0)
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 

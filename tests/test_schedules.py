@@ -15,7 +15,7 @@ from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairs
-from problems import attend, make_operands, make_problem, windows
+from problems import CAUSAL, attend, make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
@@ -180,9 +180,6 @@ def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
 def test_an_order_that_is_not_one_is_refused(tiles, error, complaint):
     with pytest.raises(error, match=f"^schedule {complaint}"):
         TileList.in_order_of(ORDER, 3, tiles, np.ones(len(TILES)))
-
-
-CAUSAL = Window(right=0)
 
 
 HEAD_DIMS = (64, 128, 256)

@@ -10,7 +10,7 @@ from gradients import check_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs, places
-from problems import make_operands, make_problem, poisoned_allocations, problems, run_plan
+from problems import CAUSAL, make_operands, make_problem, poisoned_allocations, problems, run_plan
 from reference import check_attention
 from score_problems import (
     NOTHING,
@@ -32,7 +32,6 @@ from fa3.problem import Problem, Window
 from fa3.reference.steps import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 
-CAUSAL = Window(right=0)
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
 SMALL_TILES = ForwardConfig(128, 32)
 CONFIGS = (SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))

@@ -10,20 +10,18 @@ import pytest
 import torch
 from gpu_checks import captured, used_counters
 from kvcache_problems import CacheProblem, make_call, random_problem
-from problems import make_operands, make_problem, poisoned_allocations
+from problems import CAUSAL, make_operands, make_problem, poisoned_allocations
 from reference import check_attention, check_call
 
 import fa3
 from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.prepare import prepare_call
 from fa3.planning.planner import plan_forward
-from fa3.problem import Window
 from fa3.running import counters, graphs
 from fa3.running.graphs import idle_stream
 
 pytestmark = pytest.mark.gpu
 
-CAUSAL = Window(right=0)
 CALLS = 100
 
 

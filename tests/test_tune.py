@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_gpu import noting_launches
-from problems import make_operands, make_problem
+from problems import CAUSAL, make_operands, make_problem
 
 import fa3
 from fa3.__main__ import main
@@ -17,7 +17,7 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import plan_call, plans_path
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.planner import CHOICES, plan_dense, plan_forward
-from fa3.problem import Problem, Window
+from fa3.problem import Problem
 from fa3.running import code_cache
 from fa3.settings import SETTINGS
 from fa3.tools import tune as module
@@ -25,7 +25,6 @@ from fa3.tools.tune import MOST_PLANS, fastest, plans_to_measure, tune
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-CAUSAL = Window(right=0)
 LONG = make_problem(1, 4096, 4096, 8, 4, 128, CAUSAL)
 MANY = make_problem(4, 4096, 4096, 16, 1, 128, CAUSAL)
 """The planner has several good plans in the forward kernel for these."""

@@ -292,16 +292,6 @@ def test_wrong_lengths_touch_nothing_outside(device):
         check_wrong_ends(call, ends)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_lengths_around_tiles(causal, head_dim, device):
-    lengths = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192)
-    problem = VarlenProblem(
-        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, causal=causal
-    )
-    check_call(problem, device)
-
-
 def test_tensors_of_few_rows(device):
     for rows in (1, 2):
         check_call(VarlenProblem((rows,), (1,), causal=True), device)

@@ -12,7 +12,7 @@ from gpu_checks import captured
 from gradients import check_random_gradients, check_varlen_gradients
 from pairs import places
 from score_problems import Recipe
-from varlen_problems import WRONG_ENDS, VarlenProblem, integers, make_call
+from varlen_problems import WRONG_ENDS, VarlenProblem, check_call, integers, make_call
 
 import fa3
 from fa3 import flash_attn_varlen_func
@@ -110,7 +110,9 @@ def test_lengths_around_tiles(window, head_dim, device):
     around = (keys, keys + 1, 1, keys - 1, 0, keys + 64)
     unlike = (keys + 1, 40, 700, 1, keys, 300)
     for lengths in ((tiles, tiles), (tiles, tiles[::-1]), (around, around), (around, unlike)):
-        check(VarlenProblem(*lengths, None, None, 0, 2, 2, head_dim, window=window), device)
+        problem = VarlenProblem(*lengths, None, None, 0, 2, 2, head_dim, window=window)
+        check(problem, device)
+        check_call(problem, device)
     if window == (-1, 0):
         check(VarlenProblem(tiles, tiles, head_dim=head_dim, window=(-1, 100)), device)
 
