@@ -211,21 +211,21 @@ def fails(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "1,2,3"), "argument --shape: needs six positive integers"),
+        (("--shape", "1,2,3"), "a shape must be six positive integers"),
         (("--shape", "1,64,64,3,2,64"), "q must have a multiple of k's heads"),
         (("--shape", "1,64,64,2,2,100"), "q has head_dim 100, supported are multiples of 8 up to"),
         (("--shape", "1,64,64,2,2,264"), "q has head_dim 264, supported are multiples of 8 up to"),
         (("--head-dim-v", "7"), "v has head_dim 7, supported are multiples of 8 up to 256"),
-        (("--window", "-2", "0"), "argument --window: needs integers of -1 or more, got '-2'"),
+        (
+            ("--window", "-2", "0"),
+            "window_size must be two integers (left, right), each",
+        ),
         (("--schedule", "fifo"), "schedule must be one of ['dynamic', "),
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),
         (("--gpu", "A100"), "argument --gpu: invalid choice: 'A100'"),
         (("--page-size", "16"), "--page-size goes with --call cache, got --call dense"),
-        (
-            ("--call", "cache", "--page-size", "-1"),
-            "argument --page-size: needs an integer of 0 or more, got '-1'",
-        ),
+        (("--call", "cache", "--page-size", "-1"), "--page-size must be 0 or more, got -1"),
         (("--call", "cache", "--schedule", "list"), "--schedule goes with --call dense, got"),
         (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--png shows the forward kernel"),
         (("--call", "packed", "--png", "x"), "--png goes with --call dense, got --call packed"),

@@ -45,9 +45,7 @@ except SystemExit:
         HELP.format("'--help'"),
         HELP.format("'plan', '--help'"),
         HELP.format("'compile', '--help'"),
-        HELP.format("'compile', '--preset', 'no model'"),
-        HELP.format("'cache'"),
-        HELP.format("'cache', 'verify'"),
+        HELP.format("'compile', '--preset'"),
     ],
 )
 def test_nothing_heavy_is_imported(program):

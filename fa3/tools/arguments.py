@@ -4,22 +4,23 @@ So `--help` comes at once. `fa3.__main__` runs what they ask for.
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fa3.problem import NO_BOUND
-from fa3.tools.models import CACHE_DTYPES, CALLS, PRESETS, ROTARIES, SHORT_DTYPES, preset_of
+from fa3.tools.models import CACHE_DTYPES, CALLS, PRESETS, ROTARIES, SHORT_DTYPES
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
 GPU_NAMES = ("H100", "H200")  # what `fa3.planning.costs.GPUS` has
 USAGE_ERROR = 2  # exit status after wrong arguments
 
-Shape = tuple[int, int, int, int, int, int]
-"""batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim."""
+SHAPE = "B,SQ,SK,HQ,HKV,D"  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
+
+BOUNDS: dict[str, Any] = {"nargs": 2, "metavar": ("L", "R")}
+"""An option that takes the bounds of a window."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,7 +76,7 @@ def add_option(command: Any, flag: str, kind: Any, text: str, **settings: Any) -
     elif isinstance(kind, tuple | dict):
         settings["choices"] = kind
     else:
-        settings |= {"type": kind, "metavar": METAVARS.get(kind)}
+        settings = {"type": kind, "metavar": METAVARS.get(kind)} | settings
     command.add_argument(flag, help=text, **settings)
 
 
@@ -104,11 +105,11 @@ def add_plan(commands) -> None:
         default="dense",
     )
     sizes = "batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)"
-    add_option(plan, "--shape", shape, sizes, default=DEFAULT_SHAPE)
+    add_option(plan, "--shape", numbers, sizes, metavar=SHAPE, default=DEFAULT_SHAPE)
     add_shape_options(plan)
     gpu = "plan for this GPU (default: the Hopper GPU of this machine, else an H200)"
     add_option(plan, "--gpu", GPU_NAMES, gpu)
-    add_option(plan, "--page-size", count, "the cache has pages of N tokens", default=0)
+    add_option(plan, "--page-size", int, "the cache has pages of N tokens", default=0)
     add_option(plan, "--append", bool, "the call appends tokens to the cache")
     schedules = "run the forward kernel with this schedule: single, static, list, dynamic or split "
     add_option(plan, "--schedule", str, f"{schedules}(default: the planner chooses)")
@@ -133,8 +134,8 @@ def add_compile(commands) -> None:
     presets += (
         ", taken as a causal decoder; it says the sizes, mask, softcap and sinks that are not named"
     )
-    add_option(model, "--preset", preset, presets)
-    add_option(model, "--heads", head_counts, "query heads, and key/value heads")
+    add_option(model, "--preset", str, presets)
+    add_option(model, "--heads", numbers, "query heads, and key/value heads", metavar="HQ,HKV")
     add_option(model, "--head-dim", int, "columns of q and k")
     add_option(model, "--head-dim-v", int, HEAD_DIM_V_HELP)
     add_option(model, "--dtype", SHORT_DTYPES, "default: the dtype of config.json, else bf16")
@@ -142,7 +143,7 @@ def add_compile(commands) -> None:
     add_option(mask, "--causal", bool, CAUSAL_HELP, default=True)
     full = "hide no keys (default: --causal)"
     add_option(mask, "--full", bool, full, dest="causal", action="store_false")
-    add_option(mask, "--window", window_bound, WINDOW_HELP, nargs=2, dest="window_size")
+    add_option(mask, "--window", int, WINDOW_HELP, **BOUNDS, dest="window_size")
     add_option(model, "--softcap", float, "bound of scores")
     add_option(model, "--sinks", bool, "the heads have attention sinks")
     calls = "; ".join(f"{name}: {call}" for name, call in CALLS.items())
@@ -173,7 +174,7 @@ def add_tune(commands) -> None:
     )
     task = tune.add_mutually_exclusive_group(required=True)
     sizes = "batch size, queries, keys, query heads, key/value heads and head size"
-    add_option(task, "--shapes", shape, sizes, nargs="+")
+    add_option(task, "--shapes", numbers, sizes, metavar=SHAPE, nargs="+")
     add_option(task, "--forget", bool, "leave all plans to the planner again")
     add_shape_options(tune)
 
@@ -188,54 +189,14 @@ def add_shape_options(command: argparse.ArgumentParser) -> None:
     add_option(command, "--head-dim-v", int, HEAD_DIM_V_HELP)
     add_option(command, "--causal", bool, CAUSAL_HELP)
     window = f"{WINDOW_HELP}; --causal sets R to 0"
-    add_option(command, "--window", window_bound, window, nargs=2, default=(NO_BOUND, NO_BOUND))
+    add_option(command, "--window", int, window, **BOUNDS, default=(NO_BOUND, NO_BOUND))
     add_option(command, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
 
 
-# ------------------------------------------------------------------------------ kinds of values
-
-
-def preset(text: str) -> str:
-    """The name of a well-known model, or the path of a model's `config.json`."""
-    try:
-        preset_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def kind(pattern: str, needs: str, convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """What reads values that match a pattern, and says what is needed where they do not."""
-
-    def read(text: str) -> Any:
-        if re.fullmatch(pattern, text) is None:
-            raise argparse.ArgumentTypeError(f"needs {needs}, got {text!r:.200}")
-        return convert(text)
-
-    return read
-
-
-def split_integers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """The integers between commas."""
     return tuple(map(int, text.split(",")))
 
 
-SIX = r"\d*[1-9]\d*(,\d*[1-9]\d*){5}"
-
-shape = kind(SIX, "six positive integers B,SQ,SK,HQ,HKV,D", split_integers)
-head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", split_integers)
-window_bound = kind(r"-1|\d+", "integers of -1 or more", int)
-count = kind(r"\d+", "an integer of 0 or more", int)
-
-METAVARS: dict[Callable, str | tuple[str, str]] = {
-    int: "N",
-    count: "N",
-    float: "X",
-    str: "NAME",
-    Path: "FILE",
-    preset: "MODEL",
-    shape: "B,SQ,SK,HQ,HKV,D",
-    head_counts: "HQ,HKV",
-    window_bound: ("L", "R"),
-}
-"""How help shows a value."""
+METAVARS: dict[Callable, str] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
+"""How help shows a value, unless the option says it."""

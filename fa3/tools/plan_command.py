@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 
 from fa3.calls.call import MOST_RAGGED_ROWS
+from fa3.calls.options import check_window, integer
 from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.costs import Gpu, as_gpu
@@ -23,7 +24,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
-from fa3.tools.arguments import Shape
+from fa3.tools.arguments import SHAPE
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.models import SHORT_DTYPES
 from fa3.tools.warmup import known_gpus
@@ -64,9 +65,9 @@ def explained(
     if options.call == "backward":
         return None, explain_backward(problem, gpu)
     if options.call == "packed":
-        return None, explain_packed(problem, Window(*bounds_of(options)), gpu)
+        return None, explain_packed(problem, check_window(options.window, options.causal), gpu)
     if options.call == "cache":
-        cache = CacheLayout(options.page_size)
+        cache = CacheLayout(integer("--page-size", options.page_size, 0))
         decode = DecodePlan.of(problem, gpu, cache, appends=options.append)
         return decode, decode.explain(options.append)
     name = options.schedule
@@ -74,23 +75,20 @@ def explained(
     return plan, plan.explain()
 
 
-def problem_of(shape: Shape, options: argparse.Namespace) -> Problem:
+def problem_of(shape: tuple[int, ...], options: argparse.Namespace) -> Problem:
     """The problem of a shape, with the options' dtype, columns of v and mask."""
+    if len(shape) != 6 or min(shape) < 1:
+        raise ValueError(f"a shape must be six positive integers {SHAPE}, got {shape}")
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = shape
     head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
     return Problem.of(
         (batch, seqlen_q, heads_q, head_dim),
         (batch, seqlen_k, heads_kv, head_dim),
         (batch, seqlen_k, heads_kv, head_dim_v),
-        window_size=bounds_of(options),
+        causal=options.causal,
+        window_size=options.window,
         dtype=SHORT_DTYPES[options.dtype],
     )
-
-
-def bounds_of(options: argparse.Namespace) -> tuple[int, int]:
-    """The window that the options ask for."""
-    left, right = options.window
-    return left, 0 if options.causal else right
 
 
 # ------------------------------------------------------------ plans without a predicted time
