@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
@@ -46,191 +46,37 @@ class Rotary:
     dtype: str  # element type of the tables of cosines and sines
 
 
-class Tables(NamedTuple):
-    """Cosines and sines, (positions, dim / 2)."""
-
-    cos: cute.Tensor
-    sin: cute.Tensor
-
-
-class CachePlace(NamedTuple):
-    """The place of a new token."""
-
-    sequence: Int32  # index of its sequence in the batch
-    position: Int32  # its position in the sequence
-    nth: Int32  # which of the sequence's new tokens it is
-    kept: Boolean  # whether the cache has room for it
-
-
-@dataclass(frozen=True)
-class Cache:
-    """The cache's tensors, and the tables that map sequences to their rows."""
-
-    # k, v: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim).
-    k: cute.Tensor
-    v: cute.Tensor
-    # (sequences, pages of a sequence), int32; None for a cache without pages.
-    page_table: cute.Tensor | None
-    # (batch,), int32: a sequence's row in the cache; None for its index in the batch.
-    batch_idx: cute.Tensor | None
-    capacity: Int32  # most tokens of a sequence
-
-    @property
-    def num_sequences(self):
-        """Sequences that the cache has room for."""
-        return self.k.shape[0] if self.page_table is None else self.page_table.shape[0]
-
-    @cute.jit
-    def row_of(self, place: CachePlace):
-        """(first index, second index, whether the row exists) of a token in `k` and `v`."""
-        sequence = place.sequence
-        if cutlass.const_expr(self.batch_idx is not None):
-            sequence = self.batch_idx[sequence]
-        exists = place.kept and sequence >= 0 and sequence < self.num_sequences
-        outer, inner = sequence, place.position
-        if cutlass.const_expr(self.page_table is not None):
-            outer, inner = Int32(0), Int32(0)
-            if exists:
-                page = place.position // self.k.shape[1]
-                outer = self.page_table[sequence, page]
-                inner = place.position - page * self.k.shape[1]
-            exists = exists and outer >= 0 and outer < self.k.shape[0]
-        return outer, inner, exists
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """The tokens to append, and the sequences' lengths before."""
-
-    # k, v: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens`.
-    k: cute.Tensor
-    v: cute.Tensor
-    seqlens: cute.Tensor  # (batch,), int32: tokens of each sequence before the append
-    # (batch + 1,), int32: where each sequence's new tokens begin and end; None if all sequences get
-    # equally many.
-    cu_seqlens: cute.Tensor | None
-    # (batch,), int32: positions from which a rotary embedding counts in each sequence; None for the
-    # lengths.
-    turns: cute.Tensor | None
-
-    @property
-    def num_tokens(self):
-        if self.cu_seqlens is not None:
-            return self.k.shape[0]
-        return self.k.shape[0] * self.k.shape[1]
-
-    @cute.jit
-    def seqlen(self, sequence, capacity) -> Int32:
-        """Tokens of a sequence before the append: the caller's number, clamped to the capacity."""
-        return cutlass.min(cutlass.max(self.seqlens[sequence], 0), capacity)
-
-    @cute.jit
-    def turn(self, sequence, capacity) -> Int32:
-        """The position of a sequence's first new token for a rotary embedding."""
-        if cutlass.const_expr(self.turns is None):
-            return self.seqlen(sequence, capacity)
-        return cutlass.max(self.turns[sequence], 0)
-
-    @cute.jit
-    def begin(self, sequence) -> Int32:
-        """First new token of a sequence: the number in `cu_seqlens`, clamped to those in k."""
-        return cutlass.max(cutlass.min(self.cu_seqlens[sequence], self.num_tokens), 0)
-
-    @cute.jit
-    def count(self, sequence, room) -> Int32:
-        """New tokens that a sequence gets, at most `room`."""
-        if cutlass.const_expr(self.cu_seqlens is None):
-            return cutlass.min(self.k.shape[1], room)
-        count = self.begin(sequence + 1) - self.begin(sequence)
-        return cutlass.max(cutlass.min(count, room), 0)
-
-    @cute.jit
-    def place(self, token, capacity) -> CachePlace:
-        """The place of new token number `token`."""
-        if cutlass.const_expr(self.cu_seqlens is None):
-            sequence = token // self.k.shape[1]
-            nth = token - sequence * self.k.shape[1]
-        else:
-            sequence = sequence_of(self.cu_seqlens, token, self.seqlens.shape[0])
-            nth = token - self.begin(sequence)
-        seqlen = self.seqlen(sequence, capacity)
-        kept = nth >= 0 and nth < self.count(sequence, capacity - seqlen)
-        return CachePlace(sequence, seqlen + nth, nth, kept)
-
-    def row(self, tokens: cute.Tensor, token, place: CachePlace, head) -> cute.Tensor:
-        """One head of a token of `k` or `v`."""
-        if self.cu_seqlens is not None:
-            return tokens[token, head, None]
-        first = place.sequence * self.k.shape[1]
-        return tokens[place.sequence, token - first, head, None]
-
-
-class Queries(NamedTuple):
-    """The queries (batch, seqlen, heads, head_dim), and the tensor for the rotated ones.
-    Query i is at position old length + `i * step` of its sequence."""
-
-    q: cute.Tensor
-    rotated: cute.Tensor
-    step: Int32
-    # (batch + 1,), int32: where each sequence's queries begin and end in (total, heads, head_dim);
-    # None if all sequences have equally many.
-    ends: cute.Tensor | None
-
-    @property
-    def rows(self):
-        """Queries of all sequences, times heads."""
-        return math.prod(self.q.shape[:-1])
-
-    @cute.jit
-    def place(self, token) -> tuple:
-        """(sequence, index in it, whether it is one) of query number `token`."""
-        if cutlass.const_expr(self.ends is None):
-            seqlen = self.q.shape[1]
-            sequence = token // seqlen
-            # Without queries the division gives anything.
-            return sequence, token - sequence * seqlen, token < self.q.shape[0] * seqlen
-        batch = self.ends.shape[0] - 1
-        sequence = sequence_of(self.ends, token, batch)
-        nth = token - self.ends[sequence]
-        is_query = token < self.q.shape[0] and nth >= 0 and token < self.ends[sequence + 1]
-        return sequence, nth, is_query
-
-    def at(self, tensor: cute.Tensor, token, sequence, nth, head) -> cute.Tensor:
-        """One head of a query in `q` or `rotated`."""
-        return tensor[sequence, nth, head, None] if self.ends is None else tensor[token, head, None]
-
-
 class AppendArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last."""
 
-    # k, v: new tokens, (batch, seqlen, heads_kv, head_dim or head_dim_v); if ragged, all sequences'
-    # tokens one after another, (total, heads_kv, ...).
-    k: object
-    v: object
-    # k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
-    # page_size, heads_kv, ...); written.
+    # k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v), with pages
+    # (num_pages, page_size, heads_kv, ...); written.
     k_cache: object
     v_cache: object
+    page_table: object  # (batch, pages) int32; None without pages
+    # (batch,) int32, a sequence's row in the cache; None for its index in the batch.
+    batch_idx: object
+    # k, v: new tokens, (batch, seqlen, heads_kv, ...); if ragged, all sequences' tokens one after
+    # another, (total, heads_kv, ...).
+    k: object
+    v: object
     seqlens: object  # (batch,) int32, tokens in the cache before the append
-    # (batch,) int32, receives the tokens after the append; None if no kernel reads them.
-    new_seqlens: object
     # (batch + 1,) int32, where the new tokens of each sequence begin; None if all sequences get
     # equally many.
     cu_seqlens: object
-    # (batch,) int32, a sequence's row in the cache; None for its index in the batch.
-    batch_idx: object
-    page_table: object  # (batch, pages) int32; None without pages
+    # (batch,) int32, positions from which the embedding counts; None for seqlens.
+    rotary_seqlens: object
+    # (batch,) int32, receives the tokens after the append; None if no kernel reads them.
+    new_seqlens: object
     q: object  # (batch, seqlen_q, heads_q, head_dim); None without a rotary embedding
     rotated: object  # like q, receives the rotated queries; None without a rotary embedding
-    # cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
-    cos: object
-    sin: object
+    query_step: int  # positions from one query to the next, 0 or 1
     # (batch + 1,) int32, where the queries of each sequence begin and end, if q is (total_q,
     # heads_q, head_dim); None otherwise.
     cu_seqlens_q: object
-    # (batch,) int32, positions from which the embedding counts; None for seqlens.
-    rotary_seqlens: object
-    query_step: int  # positions from one query to the next, 0 or 1
+    # cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
+    cos: object
+    sin: object
     # What keys and values of an FP8 cache are multiplied by, each (batch, heads_kv) float32; None
     # unless the cache is FP8.
     descales: tuple | None
@@ -267,6 +113,72 @@ class AppendArguments(NamedTuple):
         )
 
 
+class NewTokens(NamedTuple):
+    """The tokens to append, and where they go."""
+
+    call: AppendArguments
+    capacity: Int32  # most tokens of a sequence in the cache
+
+    @property
+    def num_tokens(self):
+        shape = self.call.k.shape
+        return shape[0] if self.call.cu_seqlens is not None else shape[0] * shape[1]
+
+    @cute.jit
+    def seqlen(self, sequence) -> Int32:
+        """Tokens of a sequence before the append: the caller's number, clamped to the capacity."""
+        return cutlass.min(cutlass.max(self.call.seqlens[sequence], 0), self.capacity)
+
+    @cute.jit
+    def turn(self, sequence) -> Int32:
+        """The position of a sequence's first new token for a rotary embedding."""
+        if cutlass.const_expr(self.call.rotary_seqlens is None):
+            return self.seqlen(sequence)
+        return cutlass.max(self.call.rotary_seqlens[sequence], 0)
+
+    @cute.jit
+    def begin(self, sequence) -> Int32:
+        """First new token of a sequence: the number in `cu_seqlens`, clamped to those in k."""
+        return cutlass.max(cutlass.min(self.call.cu_seqlens[sequence], self.num_tokens), 0)
+
+    @cute.jit
+    def count(self, sequence, room) -> Int32:
+        """New tokens that a sequence gets, at most `room`."""
+        if cutlass.const_expr(self.call.cu_seqlens is None):
+            return cutlass.min(self.call.k.shape[1], room)
+        count = self.begin(sequence + 1) - self.begin(sequence)
+        return cutlass.max(cutlass.min(count, room), 0)
+
+    @cute.jit
+    def sequence(self, token) -> tuple:
+        """The sequence of new token number `token`, and which of its new tokens that is."""
+        if cutlass.const_expr(self.call.cu_seqlens is None):
+            sequence = token // self.call.k.shape[1]
+            return sequence, token - sequence * self.call.k.shape[1]
+        sequence = sequence_of(self.call.cu_seqlens, token, self.call.seqlens.shape[0])
+        return sequence, token - self.begin(sequence)
+
+    @cute.jit
+    def place(self, sequence, nth) -> tuple:
+        """Two indices of a sequence's nth new token in the cache, and whether it has room there."""
+        cache, page_table, seqlen = self.call.k_cache, self.call.page_table, self.seqlen(sequence)
+        is_kept = nth >= 0 and nth < self.count(sequence, self.capacity - seqlen)
+        position, row = seqlen + nth, sequence
+        if cutlass.const_expr(self.call.batch_idx is not None):
+            row = self.call.batch_idx[sequence]
+        num_rows = cache.shape[0] if page_table is None else page_table.shape[0]
+        exists = is_kept and row >= 0 and row < num_rows
+        outer, inner = row, position
+        if cutlass.const_expr(page_table is not None):
+            outer, inner = Int32(0), Int32(0)
+            if exists:
+                page = position // cache.shape[1]
+                outer = page_table[row, page]
+                inner = position - page * cache.shape[1]
+            exists = exists and outer >= 0 and outer < cache.shape[0]
+        return outer, inner, exists
+
+
 @dataclass(frozen=True)
 class Append(KernelBase):
     """The append kernel, compiled for one kind of cache and one rotary embedding."""
@@ -296,17 +208,14 @@ class Append(KernelBase):
     def launch(self, call: AppendArguments, stream):
         pages = 1 if call.page_table is None else call.page_table.shape[1]
         capacity = capacity_of(call.k_cache.shape[1], pages)
-        cache = Cache(call.k_cache, call.v_cache, call.page_table, call.batch_idx, capacity)
-        new = NewTokens(call.k, call.v, call.seqlens, call.cu_seqlens, call.rotary_seqlens)
+        new = NewTokens(call, capacity)
         rows = new.num_tokens * call.k_cache.shape[2]
         columns = max(self.head_dim, self.head_dim_v)
         vectors = cutlass.max(rows * (columns // VECTOR), call.seqlens.shape[0])
-        queries = tables = None
         if cutlass.const_expr(self.rotary is not None):
-            queries = Queries(call.q, call.rotated, call.query_step, call.cu_seqlens_q)
-            tables = Tables(call.cos, call.sin)
-            vectors = cutlass.max(vectors, queries.rows * (self.head_dim // VECTOR))
-        self.kernel(cache, new, call.new_seqlens, queries, tables, call.descales).launch(
+            queries = math.prod(call.q.shape[:-1])
+            vectors = cutlass.max(vectors, queries * (self.head_dim // VECTOR))
+        self.kernel(new).launch(
             grid=(cute.ceil_div(vectors, THREADS), 2 if self.rotary is None else 3, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -315,73 +224,72 @@ class Append(KernelBase):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        cache: Cache,
-        new: NewTokens,
-        mNewSeqlens: cute.Tensor | None,
-        queries: Queries | None,
-        tables: Tables | None,
-        descales: tuple | None,
-    ):
+    def kernel(self, new: NewTokens):
         cute.arch.griddepcontrol_launch_dependents()
         # Until it ends, the previous kernel may write k, v or q, or read the cache.
         cute.arch.griddepcontrol_wait()
         block, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        index = block * THREADS + thread
+        index, call = block * THREADS + thread, new.call
         if cutlass.const_expr(self.writes_lengths):
-            is_sequence = part == 0 and index < mNewSeqlens.shape[0]
+            is_sequence = part == 0 and index < call.new_seqlens.shape[0]
             if is_sequence:
-                seqlen = new.seqlen(index, cache.capacity)
-                mNewSeqlens[index] = seqlen + new.count(index, cache.capacity - seqlen)
-        scale_k, scale_v = (None, None) if descales is None else descales
+                seqlen = new.seqlen(index)
+                call.new_seqlens[index] = seqlen + new.count(index, new.capacity - seqlen)
+        scale_k, scale_v = (None, None) if call.descales is None else call.descales
+        tables = None if self.rotary is None else (call.cos, call.sin)
         if part == 0:
-            self.append(index, new, new.k, cache, cache.k, tables, scale_k)
+            self.append(index, new, call.k, call.k_cache, tables, scale_k)
         elif part == 1:
-            self.append(index, new, new.v, cache, cache.v, None, scale_v)
+            self.append(index, new, call.v, call.v_cache, None, scale_v)
         else:
             if cutlass.const_expr(self.rotary is not None):
-                self.rotate_query(index, new, cache, queries, tables)
+                self.rotate_query(index, new, tables)
 
     @cute.jit
     def append(
         self,
         index,
         new: NewTokens,
-        tokens,
-        cache: Cache,
-        target,
-        tables: Tables | None,
+        tokens: cute.Tensor,
+        cache: cute.Tensor,
+        tables: tuple | None,
         scales: cute.Tensor | None,
     ):
         """Write vector `index` of the new keys or values into the cache."""
-        row, vector = row_and_vector(index, target.shape[3])
-        token, head = row // target.shape[2], row % target.shape[2]
+        row, vector = row_and_vector(index, cache.shape[3])
+        token, head = row // cache.shape[2], row % cache.shape[2]
         if token < new.num_tokens:
-            place = new.place(token, cache.capacity)
-            outer, inner, exists = cache.row_of(place)
+            sequence, nth = new.sequence(token)
+            outer, inner, exists = new.place(sequence, nth)
             if exists:
-                source = new.row(tokens, token, place, head)
-                position = new.turn(place.sequence, cache.capacity) + place.nth
-                scale = None if scales is None else scales[place.sequence, head]
-                row_of_cache = target[outer, inner, head, None]
-                self.move(source, row_of_cache, vector, tables, position, scale)
+                at = (token, head, None) if self.ragged else (sequence, nth, head, None)
+                scale = None if scales is None else scales[sequence, head]
+                source, target = tokens[at], cache[outer, inner, head, None]
+                self.move(source, target, vector, tables, new.turn(sequence) + nth, scale)
 
     @cute.jit
-    def rotate_query(self, index, new: NewTokens, cache: Cache, queries: Queries, tables: Tables):
+    def rotate_query(self, index, new: NewTokens, tables: tuple):
         """Write vector `index` of the rotated queries."""
-        heads, head_dim = queries.q.shape[-2:]
+        call = new.call
+        heads, head_dim = call.q.shape[-2:]
         row, vector = row_and_vector(index, head_dim)
         token, head = row // heads, row % heads
-        sequence, nth, is_query = queries.place(token)
+        if cutlass.const_expr(self.packed):
+            ends = call.cu_seqlens_q
+            sequence = sequence_of(ends, token, ends.shape[0] - 1)
+            nth = token - ends[sequence]
+            is_query = token < call.q.shape[0] and nth >= 0 and token < ends[sequence + 1]
+            at = token, head, None
+        else:
+            sequence = token // call.q.shape[1]
+            nth = token - sequence * call.q.shape[1]
+            # Without queries the division gives anything.
+            is_query = token < call.q.shape[0] * call.q.shape[1]
+            at = sequence, nth, head, None
         if is_query:
-            position = new.turn(sequence, cache.capacity) + nth * queries.step
-            source, target = (
-                queries.at(tensor, token, sequence, nth, head)
-                for tensor in (queries.q, queries.rotated)
-            )
-            self.move(source, target, vector, tables, position)
+            position = new.turn(sequence) + nth * call.query_step
+            self.move(call.q[at], call.rotated[at], vector, tables, position)
 
     @cute.jit
     def move(
@@ -389,7 +297,7 @@ class Append(KernelBase):
         source: cute.Tensor,
         target: cute.Tensor,
         vector: Int32,
-        tables: Tables | None,
+        tables: tuple | None,  # the tensors of cosines and sines
         position: Int32,
         scale: Float32 | None = None,
     ):
@@ -409,8 +317,8 @@ class Append(KernelBase):
     def rotate(self, values: cute.Tensor, source: cute.Tensor, vector: Int32, tables, position):
         """Rotate `values`, vector `vector` of a row, if it lies in the embedding's columns."""
         if vector * VECTOR < self.rotary.dim:
-            row = cutlass.min(position, tables.cos.shape[0] - 1)
-            cos, sin = tables.cos[row, None], tables.sin[row, None]
+            row = cutlass.min(position, tables[0].shape[0] - 1)
+            cos, sin = (table[row, None] for table in tables)
             if cutlass.const_expr(self.rotary.interleaved):
                 rotate_pairs(values, cos, sin, vector)
             else:
