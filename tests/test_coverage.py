@@ -22,8 +22,7 @@ from fa3.schedules import (
     TileList,
     TileOrder,
 )
-from fa3.schedules.coverage import check_schedule
-from fa3.schedules.order import END, MOST_PARTS, MOST_SLOTS
+from fa3.schedules.order import END, MOST_PARTS, MOST_SLOTS, check_schedule
 
 ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_section=2)
 BLOCKS = 10

@@ -14,8 +14,8 @@ import fa3
 from fa3.planning.costs import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
+from fa3.planning.prediction import Cost, Span, Timeline
 from fa3.planning.tilings import choose_config
-from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import Note
 from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection

@@ -36,8 +36,7 @@ from fa3.schedules import (
     TileOrder,
     walk,
 )
-from fa3.schedules.coverage import check_schedule
-from fa3.schedules.order import KernelOrder
+from fa3.schedules.order import KernelOrder, check_schedule
 from fa3.schedules.split import TimedSegments
 from fa3.scores.masks import Sequence
 

@@ -96,7 +96,7 @@ from fa3.primitives.wgmma import WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.query_index import DenseQueryIndex, PackedQueryIndex, QueryHeadGroups
-from fa3.schedules.ragged_keys import RaggedKeyOrder
+from fa3.schedules.ragged import RaggedKeyOrder
 from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.scores import bind
 

@@ -39,10 +39,10 @@ from fa3.schedules.ragged import (
     NUM_RECORDS,
     RECORD,
     TABLE_HEADER,
+    KeyTileRecord,
     TileRecord,
     write_record,
 )
-from fa3.schedules.ragged_keys import KeyTileRecord
 from fa3.scores.masks import Band, Sequence
 
 SORTERS = 1024

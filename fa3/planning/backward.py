@@ -39,7 +39,7 @@ from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InOrderQueue
-from fa3.schedules.ragged_keys import RaggedKeyTiles
+from fa3.schedules.ragged import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
 
 L2_BYTES = 48 << 20

@@ -16,9 +16,8 @@ from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate, describe_config, describe_forward
 from fa3.planning.launch import FromCall, Launch, Memory, launch_of_forward
-from fa3.planning.prediction import Load, Prediction, predict, segments_of
+from fa3.planning.prediction import Cost, Load, Prediction, Timeline, predict, segments_of
 from fa3.planning.tilings import TiledProblem, takes_fixed_reference
-from fa3.planning.timeline import Cost, Timeline
 from fa3.problem import (
     ELEMENTS,
     FP8,
@@ -31,8 +30,8 @@ from fa3.problem import (
     Window,
 )
 from fa3.schedules import SCHEDULES, Schedule, Segment, SingleTile, SplitTiles
-from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import RecomputeTiles
+from fa3.schedules.order import check_schedule
 from fa3.scores import masks
 from fa3.scores.masks import Band
 

@@ -20,7 +20,7 @@ from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, SplitTiles, Tile, TileList
-from fa3.schedules.coverage import check_schedule
+from fa3.schedules.order import check_schedule
 from fa3.settings import check_settings
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None

@@ -15,13 +15,6 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fa3.primitives.arithmetic import larger
-from fa3.schedules.coverage import (
-    check_key_blocks,
-    check_parts,
-    count_segments,
-    entries_of,
-    number_parts,
-)
 from fa3.schedules.order import (
     ONLY,
     PackedPart,
@@ -31,6 +24,11 @@ from fa3.schedules.order import (
     TableSchedule,
     Tile,
     TileOrder,
+    check_key_blocks,
+    check_parts,
+    count_segments,
+    entries_of,
+    number_parts,
 )
 from fa3.schedules.ragged import RaggedOrder, TileRecord
 from fa3.schedules.tile_list import balance, columns_of_owners

@@ -13,8 +13,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from fa3.schedules.coverage import check_tiles, entries_of
-from fa3.schedules.order import END, Segment, TableCursor, TableSchedule, Tile, TileOrder
+from fa3.schedules.order import (
+    END,
+    Segment,
+    TableCursor,
+    TableSchedule,
+    Tile,
+    TileOrder,
+    check_tiles,
+    entries_of,
+)
 
 MANY_TILES = 2560
 """Up to this many tiles are all assigned one by one, which costs the host 0.2 us each."""

@@ -8,7 +8,7 @@ from fa3.calls.prepare import Scales
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
 from fa3.planning.plan import Plan, check_plan
-from fa3.planning.timeline import Cost, Span, Timeline
+from fa3.planning.prediction import Cost, Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem
 from fa3.schedules import Segment, Tile
