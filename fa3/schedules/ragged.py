@@ -11,9 +11,9 @@ of record i // heads. Inside of a sequence, tiles are in head groups whose K and
 together, as in `TileOrder`: a head group has all row blocks of its heads. The code calls a head
 group a section.
 
-The backward kernel walks a table of key tiles (`RaggedKeyTiles`), once for each head group, sequence
-by sequence. So it can preprocess the queries of later head groups, convert dQ of earlier ones
-(`fa3.schedules.query_index`), and Q, dO and dQ of a sequence's heads fit in L2 together.
+The backward kernel walks a table of key tiles (`RaggedKeyTiles`), once for each head group,
+sequence by sequence. So it can preprocess the queries of later head groups, convert dQ of earlier
+ones (`fa3.schedules.query_index`), and Q, dO and dQ of a sequence's heads fit in L2 together.
 """
 
 from dataclasses import dataclass
