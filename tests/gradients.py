@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from problems import poisoned_allocations
@@ -14,7 +13,7 @@ from reference import (
     largest_difference,
     visible,
 )
-from varlen_problems import VarlenProblem, make_call, modifiers_of, random_problem
+from varlen_problems import VarlenProblem, modifiers_of
 
 import fa3
 from fa3.problem import Window
@@ -166,14 +165,6 @@ def error_of_queries(q, k, v, d_out, window: Window, modifiers: dict) -> float:
 
 
 # --------------------------------------------------------------------------------- packed sequences
-
-
-def check_random_gradients(seed: int, dtype: str, family: int, longest: int, where) -> None:
-    """Check the gradients of a random problem, but of scores of the user's, which have none."""
-    problem = random_problem(seed, dtype, family, longest)
-    problem = replace(problem, softmax_scale=None, recipe=problem.recipe._replace(score=None))
-    weights = ((1, 1), (1, 0), (0, 1))[seed % 3]
-    check_varlen_gradients(problem, make_call(problem, seed, where), weights, seed)
 
 
 NAMES = ("q", "k", "v", "sinks")

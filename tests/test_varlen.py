@@ -1,4 +1,7 @@
-"""`flash_attn_varlen_func`: its arguments, what it launches and what it remembers."""
+"""`flash_attn_varlen_func`: its arguments, results and gradients, and what it remembers.
+
+On a GPU memory is NaN wherever a kernel writes nothing.
+"""
 
 import functools
 import gc
@@ -11,14 +14,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gpu_checks import used_counters
-from gradients import check_random_gradients
+from gpu_checks import captured, used_counters
+from gradients import NAMES, check_varlen_gradients
 from pairs import places
 from problems import make_problem
 from score_problems import Recipe
 from torch.fx.experimental.proxy_tensor import make_fx
 from valid_calls import OnGpu
 from varlen_problems import (
+    LENGTHS_OF_GRAPHS,
     WRONG_ENDS,
     VarlenProblem,
     attend,
@@ -38,6 +42,7 @@ import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import attention
 from fa3.calls.call import LENGTHS_OF_PACKED
+from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.launch import NO_MEMORY
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
@@ -172,14 +177,20 @@ FAMILIES = 14
     gpu=[(seed, seed, 700) for seed in range(FAMILIES)],
 )
 def test_random_calls(seed, family, longest, where):
-    """On a GPU three of a family, whose kernels are the same, with their gradients."""
+    """With gradients; on a GPU three of a family, whose kernels are the same."""
     dtype = ("bfloat16", "float16")[seed % 2]
-    check_call(random_problem(seed, dtype, family, longest), where, seed)
-    if where != "cpu":
-        for other in (seed + FAMILIES, seed + 2 * FAMILIES):
-            check_call(random_problem(other, dtype, family, 40), where, other)
-        for number, length in enumerate((longest, 40, 40)):
-            check_random_gradients(seed + number * FAMILIES, dtype, family, length, where)
+    for number, length in enumerate((longest,) if where == "cpu" else (longest, 40, 40)):
+        other = seed + number * FAMILIES
+        problem = random_problem(other, dtype, family, length)
+        check_call(problem, where, other)
+        if other < 60:
+            recipe = problem.recipe._replace(score=None)
+            problem = replace(problem, softmax_scale=None, recipe=recipe)
+            check_gradients(problem, where, ((1, 1), (1, 0), (0, 1))[other % 3], other)
+
+
+def check_gradients(problem: VarlenProblem, where, weights=(True, False), seed: int = 0) -> None:
+    check_varlen_gradients(problem, make_call(problem, seed, where), weights, seed)
 
 
 def test_views():
@@ -216,9 +227,9 @@ def test_what_is_not_finite_does_not_reach_long_neighbours(causal, head_dim, whe
 @pytest.mark.parametrize(
     "problem",
     [
-        VarlenProblem((), ()),
-        VarlenProblem((), (), spare=6),
-        VarlenProblem((0, 0), (3, 0)),
+        VarlenProblem((), (), recipe=Recipe(sinks="q")),
+        VarlenProblem((), (), spare=6, recipe=Recipe(sinks="q")),
+        VarlenProblem((0, 0), (3, 0), recipe=Recipe(sinks="q")),
         VarlenProblem((20, 0, 4), (0, 0, 0)),
         VarlenProblem((20, 0, 4), (0, 0, 0), used_q=(9, 3, 99), recipe=Recipe(sinks="q")),
         VarlenProblem((20, 0, 4), (0, 0, 0), used_q=(-4, 3, 2**31 - 1), spare=3),
@@ -236,7 +247,13 @@ def test_empty_tensors(problem, causal, poisoned_memory):
     out, lse = flash_attn_varlen_func(**call, out=given, return_lse=True)
     check_varlen(problem, call, out, lse)
     assert (out[unused(problem, len(out))] == 7.0).all()
-    assert flash_attn_varlen_func(**call).shape == out.shape
+    leaves = [call[name].requires_grad_() for name in NAMES if call[name] is not None]
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    found = torch.autograd.grad((out, lse), leaves, (out, torch.ones_like(lse)))
+    assert all(x.shape == dx.shape for x, dx in zip(leaves, found, strict=True))
+    assert not any(dx.any() for dx in found[:3])
+    # The log-sum-exp of a row without keys is its head's sink.
+    assert all(dx.tolist() == [sum(len(rows.q) for rows in problem.rows)] for dx in found[3:])
 
 
 @places(
@@ -281,8 +298,13 @@ def test_a_graph_serves_other_lengths(device):
 
 def test_wrong_lengths_touch_nothing_outside(device):
     call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
+    leaves = [call[name].clone().requires_grad_() for name in "qkv"]
     for ends in WRONG_ENDS:
         check_wrong_ends(call, ends)
+        lengths = dict.fromkeys(LENGTHS_OF_GRAPHS, integers(*ends, device=device))
+        out = flash_attn_varlen_func(**call | lengths | dict(zip("qkv", leaves, strict=True)))
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        torch.cuda.synchronize()
 
 
 def test_tensors_of_few_rows(device):
@@ -305,3 +327,123 @@ def test_rows_whose_reference_fails_are_computed_again(head_dim, device):
             out, lse = attend(call)
             check_varlen(problem, call, out, lse)
         assert not used_counters()
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_what_is_kept(dropout_p):
+    """What the call was given and gave, and no copy; with dropout its seed, and no mask."""
+    call = make_call(RAGGED)
+    kept = []
+    call["q"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        results = flash_attn_varlen_func(**call, dropout_p=dropout_p, return_lse=True)
+    if dropout_p:
+        seed = kept.pop(0)
+        assert seed.shape == (1,) and seed.dtype == torch.int64
+    names = "cu_seqlens_q", "cu_seqlens_k", "q", "k", "v"
+    expected = *(call[name] for name in names), *results
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1)])
+def test_lengths_around_tiles(window, head_dim, device):
+    """Also around the lengths from which on sums begin with zeros."""
+    keys = most_keys_unzeroed(Window(*window))
+    tiles = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192, 63, 65)
+    around = (keys, keys + 1, 1, keys - 1, 0, keys + 64)
+    unlike = (keys + 1, 40, 700, 1, keys, 300)
+    for lengths in ((tiles, tiles), (tiles, tiles[::-1]), (around, around), (around, unlike)):
+        problem = VarlenProblem(*lengths, None, None, 0, 2, 2, head_dim, window=window)
+        check_gradients(problem, device)
+        check_call(problem, device)
+    if window == (-1, 0):
+        check_gradients(VarlenProblem(tiles, tiles, head_dim=head_dim, window=(-1, 100)), device)
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
+def test_rows_that_are_not_used(causal, head_dim, device):
+    problem = VarlenProblem(
+        (70, 9, 300, 130, 500), (200, 50, 333, 64, 700), (70, 0, 150, 999, 64), (0, 50, 3, 64, 100),
+        spare=300, causal=causal, heads_kv=2, head_dim=head_dim,
+    )  # fmt: skip
+    check_gradients(problem, device, (True, True))
+    check_gradients(replace(problem, used_q=None), device)
+    check_gradients(replace(problem, used_k=None), device)
+    check_gradients(replace(problem, used_q=None, used_k=None), device)
+
+
+def test_more_heads_than_a_grid_has_rows(device):
+    """CUDA takes 65,535 CTAs in a grid's second dimension."""
+    torch.manual_seed(0)
+    heads, ends = 70_000, integers(0, 3, 5, device=device)
+    *leaves, d_out = (torch.randn(5, heads, 8, device=device).bfloat16() for _ in range(4))
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def gradients(begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        part = [leaf[:, begin:end] for leaf in leaves]
+        out = flash_attn_varlen_func(*part, ends, ends, 3, 3, causal=True)
+        return torch.autograd.grad(out, leaves, d_out[:, begin:end])
+
+    found = gradients(0, heads)
+    for begin, end in ((0, 40_000), (40_000, heads)):
+        for all_heads, some in zip(found, gradients(begin, end), strict=True):
+            assert torch.equal(all_heads[:, begin:end], some[:, begin:end])
+
+
+def test_a_graph_of_gradients_serves_other_lengths(device):
+    problems = [VarlenProblem(lengths, lengths, causal=True) for lengths in ((300, 5), (150, 155))]
+    call, other = (make_call(problem, seed, device) for seed, problem in enumerate(problems))
+    call["max_seqlen_q"] = call["max_seqlen_k"] = 305
+    leaves = [call[name].requires_grad_() for name in "qkv"]
+    d_out = torch.randn_like(call["q"])
+
+    def run(call: dict, inputs: list[torch.Tensor]):
+        return torch.autograd.grad(flash_attn_varlen_func(**call), inputs, d_out)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run(call, leaves)
+    graph, found = captured(lambda: run(call, leaves))
+    for values in (dict(call), other):
+        with torch.no_grad():
+            for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"):
+                call[name].copy_(values[name].clone())
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        alone = {name: values[name].detach().clone().requires_grad_() for name in "qkv"}
+        expected = run(values | alone, list(alone.values()))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window"),
+    [
+        *((128, window) for window in ((-1, -1), (-1, 0), (40, 20), (70, -1))),
+        *((64, (-1, 0)), (64, (40, 20)), (256, (-1, 0)), (256, (-1, -1))),
+    ],
+)
+def test_deterministic_gradients_have_the_same_bits_every_time(window, head_dim, device):
+    """Keys without queries, and rows that are not used, add nothing in any order."""
+    draw = random.Random(0)
+    lengths = (1500, 0, 1, *(draw.randint(0, 600) for _ in range(40)), 3000, 127, 128)
+    other = (1000, 300, 0, *(draw.randint(0, 600) for _ in range(40)), 2500, 0, 129)
+    problem = VarlenProblem(
+        lengths, other, None, tuple(count * 2 // 3 for count in other), 200, heads_kv=2, group=2,
+        window=window, head_dim=head_dim,
+    )  # fmt: skip
+    call = make_call(problem, 0, device)
+    check_varlen_gradients(problem, call | {"deterministic": True}, (True, False))
+    leaves = [call[name].detach().requires_grad_() for name in "qkv"]
+    call = call | dict(zip("qkv", leaves, strict=True)) | {"deterministic": True}
+    out = flash_attn_varlen_func(**call)
+    d_out = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    for _ in range(200):
+        again = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        assert all(map(torch.equal, again, first))
