@@ -134,7 +134,7 @@ def modules() -> dict[str, ModuleType]:
     )  # fmt: skip
     vars(cutlass).update(
         cute=cute, Int32=int, Float32=float, Boolean=bool, Constexpr=object, max=max, min=min,
-        const_expr=unchanged, range_constexpr=range, range=range,
+        const_expr=unchanged, range_constexpr=range, range=lambda *ends, unroll=None: range(*ends),
     )  # fmt: skip
     vars(dsl).update(SmemAllocator=Allocator)
     return {"cutlass": cutlass, "cutlass.cute": cute, "fa3.primitives.shared_memory": dsl}

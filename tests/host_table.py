@@ -94,10 +94,10 @@ class TableKind(NamedTuple):
         ratio = self.qhead_per_kvhead
         long = float((num_tiles * ratio * (blocks.sum(0) / 2 + BLOCKS_OF_ENDS)).sum())
         short = self.short_work(seqlen_q[is_short], seqlen_k[is_short])
-        share = self.more_beside * short / max(long + short, 1.0)
-        if share >= MOST_BESIDE:
+        share = short / max(long + short, 1.0)
+        if MORE_BESIDE * share >= MOST_BESIDE:
             return self.num_ctas
-        return min(int(self.num_ctas * share) + 1, self.num_ctas)
+        return int(self.num_ctas * min(self.more_beside * share, MOST_BESIDE)) + 1
 
     def short_work(self, seqlen_q: np.ndarray, seqlen_k: np.ndarray) -> float:
         """Return the work of these sequences, which are the decode kernel's, for each key/value

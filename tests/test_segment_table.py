@@ -49,21 +49,21 @@ from fa3.kernels.tile_table import (
     words_of_table,
 )
 from fa3.planning.costs import H200
-from fa3.planning.routes import CACHE, has_few_tiles
+from fa3.planning.routes import CACHE, PackedSizes, splits_on_gpu
 from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.running.compiler import compile_kernel, load_kernel
-from fa3.schedules.order import END, PackedPart
+from fa3.schedules.order import END, ONLY, PackedPart
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder
 from fa3.schedules.split import FIELDS, RaggedSegments
 from fa3.schedules.stretches import (
     BLOCKS_OF_TILE,
     SHORTEST_PART,
     SHORTEST_STRETCH,
+    Rounds,
     Stretches,
-    TileCut,
     most_slots,
 )
 from fa3.scores.masks import Band, Sequence
@@ -73,34 +73,40 @@ TILE_M, TILE_N, NUM_CTAS = 128, 96, 132
 Segments = list[tuple[int, int, int, int]]
 
 
-def cut_tiles(blocks: list[tuple[int, int]], *ctas: int) -> tuple[list[TileCut], Stretches]:
-    """The cuts of tiles with these first key blocks and numbers of blocks, as the kernel's threads
-    make them for CTAs that begin at once, and others that begin late, and their delay."""
-    counts = [count for _, count in blocks]
-    work = [count + BLOCKS_OF_TILE for count in counts]
-    stretches = Stretches.of(sum(work), max(counts, default=0), len(blocks), *ctas)
-    starts = itertools.accumulate(work, initial=0)
-    tiles = [
-        stretches.cut(number, start, *one)
-        for number, (start, one) in enumerate(zip(starts, blocks, strict=False))
-    ]
-    slots = itertools.accumulate((tile.slots for tile in tiles), initial=0)
-    return [tile._replace(slot=slot) for tile, slot in zip(tiles, slots, strict=False)], stretches
-
-
 def columns_of(
     blocks: list[tuple[int, int]], num_early: int, num_late: int = 0, delay: int = 0
 ) -> list[Segments]:
-    """The segments of each CTA, as the kernel's threads write them."""
-    tiles, stretches = cut_tiles(blocks, num_early, num_late, delay)
-    return [
-        [
+    """The segments of each CTA for tiles with these first key blocks and numbers of blocks, as the
+    kernel's threads write them for CTAs that begin at once, and others that begin late."""
+    counts = [count for _, count in blocks]
+    longest, num_tiles = max(counts, default=0), len(blocks)
+    starts = [0, *itertools.accumulate(count + BLOCKS_OF_TILE for count in counts)]
+    stretches = Stretches.of(starts[-1], longest, num_tiles, num_early, num_late, delay)
+    rounds, whole = Rounds(0, 0, 0, 0, 0), 0
+    if stretches.have_room(longest, num_tiles):
+        rounds = Rounds.of(stretches, longest)
+        rounds = rounds.kept(starts[min(rounds.num_tiles, num_tiles)])
+        whole = min(rounds.num_tiles, num_tiles)
+        work = starts[-1] - starts[whole]
+        stretches = rounds.rest(stretches.delay, work, longest, num_tiles - rounds.num_tiles)
+    tiles = [
+        stretches.cut(number - whole, starts[number] - starts[whole], *blocks[number])
+        for number in range(whole, num_tiles)
+    ]
+    slots = itertools.accumulate((tile.slots for tile in tiles), initial=0)
+    tiles = [tile._replace(slot=slot) for tile, slot in zip(tiles, slots, strict=False)]
+    columns = []
+    for cta in range(num_early + num_late):
+        turns = range(rounds.first(cta), rounds.number)
+        numbers = [rounds.tile(turn, cta) for turn in turns]
+        column = [(n, blocks[n][0], sum(blocks[n]), ONLY) for n in numbers if n < num_tiles]
+        column += [
             (number, *stretches.segment(tile, cta))
-            for number, tile in enumerate(tiles)
+            for number, tile in enumerate(tiles, whole)
             if tile.owner <= cta <= tile.owner + tile.cuts
         ]
-        for cta in range(num_early + num_late)
-    ]
+        columns.append(column)
+    return columns
 
 
 def drawn_blocks(seed: int, most: int = 400) -> list[tuple[int, int]]:
@@ -161,6 +167,34 @@ def test_ctas_that_begin_late_end_with_the_others(num_late, delay):
     assert max(ends) <= sum(ends) / len(ends) + SHORTEST_PART + BLOCKS_OF_TILE
 
 
+@pytest.mark.parametrize("delay", [200, 230, 257])
+def test_whole_tiles_come_in_rounds(delay):
+    """1024 queries of 32 heads on 32k keys, while the decode kernel has some CTAs: they take part
+    in the second round, and all tiles after it are cut."""
+    columns = columns_of([(0, 256 - tile // 32) for tile in range(256)], 102, 30, delay)
+    for cta, column in enumerate(columns):
+        rounds = [cta, 102 + cta] if cta < 102 else [102 + cta]
+        assert [one[0] for one in column if one[3] == ONLY] == rounds
+        assert [one[0] for one in column[: len(rounds)]] == rounds
+        assert len(column) <= len(rounds) + 2
+    work = [sum(end - first + BLOCKS_OF_TILE for _, first, end, _ in column) for column in columns]
+    ends = [one + (delay if cta >= 102 else 0) for cta, one in enumerate(work)]
+    assert max(ends) <= 1.03 * sum(ends) / len(ends)
+
+
+def test_tiles_of_full_rounds_are_not_cut():
+    """1024 queries of 32 heads on 4k keys: two tiles for nearly all CTAs."""
+    columns = columns_of([(0, 32 - tile // 32) for tile in range(256)], 132)
+    assert {part for column in columns for *_, part in column} == {ONLY}
+    assert [len(column) for column in columns] == [2] * 124 + [1] * 8
+
+
+def test_tiles_of_unequal_length_come_in_no_rounds():
+    columns = columns_of([(0, 200)] * 20 + [(0, 20)] * 300, 132)
+    work = [sum(end - first + BLOCKS_OF_TILE for _, first, end, _ in column) for column in columns]
+    assert max(work) <= 1.1 * sum(work) / 132
+
+
 def test_few_blocks_are_not_cut_into_short_parts():
     columns = columns_of([(0, 100)], 132)
     assert sum(map(len, columns)) == -(-(100 + BLOCKS_OF_TILE) // SHORTEST_STRETCH)
@@ -170,19 +204,22 @@ def test_few_blocks_are_not_cut_into_short_parts():
 
 def test_tables_of_all_gpus_have_room():
     """32 bits count what is written, and parts have bits enough, at the bounds of the host."""
+
+    def splits(batch: int, heads: int, queries: int, keys: int) -> bool:
+        sizes = PackedSizes(batch, heads, queries, keys, queries, keys)
+        return splits_on_gpu(signature, sizes)
+
     gpu = replace(H200, num_sms=MOST_SPLIT_CTAS)
     signature = signature_with(SPEC, gpu=gpu)
-    assert has_few_tiles(signature, 1, 1, 512, (1 << 30) // 5 * 128 - 1024)
-    assert not has_few_tiles(signature, 1, 1, 512, (1 << 30) * 128 // 5)
-    assert not has_few_tiles(signature, 33, 1, 512, 9000)
-    assert not has_few_tiles(signature, 1, 60, 512, 9000)
-    on_cache = replace(signature, call=CACHE, cache=CacheLayout(64))
-    assert has_few_tiles(on_cache, 1, 60, 512, 9000)
-    assert not has_few_tiles(on_cache, 1, 64, 512, 9000)
-    assert has_few_tiles(on_cache, 32, 60, 250, 9000)
-    assert not has_few_tiles(on_cache, 32, 63, 250, 9000)
-    signature = replace(signature, gpu=replace(gpu, num_sms=MOST_SPLIT_CTAS + 1))
-    assert not has_few_tiles(signature, 1, 1, 512, 9000)
+    assert splits(1, 1, 512, (1 << 30) // 5 * 128 - 1024)
+    assert not splits(1, 1, 512, (1 << 30) * 128 // 5)
+    assert not splits(33, 1, 512, 9000) and not splits(1, 60, 512, 9000)
+    signature = replace(signature, call=CACHE, cache=CacheLayout(64))
+    assert splits(1, 63, 512, 9000) and not splits(1, 64, 512, 9000)
+    assert splits(1, 127, 512, 16384) and not splits(1, 128, 512, 16384)
+    assert splits(32, 60, 250, 20_000) and not splits(32, 63, 250, 20_000)
+    signature = signature_with(SPEC, gpu=replace(gpu, num_sms=MOST_SPLIT_CTAS + 1))
+    assert not splits(1, 1, 512, 9000)
     columns = columns_of([(0, (1 << 30) - 9)], MOST_SPLIT_CTAS)
     parts = [PackedPart(part) for column in columns for *_, part in column]
     assert [part.num_parts for part in parts] == [255] * 255
@@ -202,8 +239,8 @@ def test_machine_code():
     assert report.threads == CUTTERS and report.registers <= 64
     # The next kernel is launched at once, and this one waits for the previous one.
     assert report.count("PREEXIT") == report.count("ACQBULK") == 1
-    # Records, the header, and segments.
-    assert report.count("STG.E.128") == 2 * RECORD // 4 + FIELDS // 4
+    # Records, the header, and segments of whole tiles and of others.
+    assert report.count("STG.E.128") == 2 * (RECORD + FIELDS) // 4
 
 
 @pytest.mark.compiles
@@ -375,6 +412,8 @@ WRONG = [*WRONG_ENDS, (0, 300, 0, 300, 0, 300)]
         Step.of([3, 0], [500, 9], short=32, rows_of_section=100),
         Step.of([512] + [1] * 15, [16384] + [2048] * 15, short=32, heads=(32, 8)),
         Step.of([1700, 300, 2], [33_000, 300, 9000], short=32, heads=(32, 8), rows_of_section=9000),
+        Step.of([1024] + [1] * 31, [32768] + [4096] * 31, short=32, heads=(32, 8)),
+        Step.of([640, 640], [5000, 4000], heads=(32, 8)),
     ],
 )
 def test_the_kernel_on_the_cpu(step):

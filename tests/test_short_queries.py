@@ -229,7 +229,7 @@ FEW_TILES = {
 def test_where_the_decode_kernel_has_all_sequences(case):
     of_call, left, expected = FEW_TILES[case]
     signature = signature_of(8, 1, Window(left, 0))
-    assert routes.queries_if_keys_are_split(signature, of_call) == expected
+    assert routes.queries_if_few_tiles(signature, of_call) == expected
 
 
 # ------------------------------------------------------------------------------------ on a GPU

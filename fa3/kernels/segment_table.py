@@ -32,13 +32,13 @@ from fa3.kernels.tile_table import (
     sum_in_warp,
 )
 from fa3.primitives import arguments
-from fa3.primitives.arithmetic import Divisor
+from fa3.primitives.arithmetic import Divisor, either
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import END
 from fa3.schedules.ragged import RECORD, RaggedOrder, TileRecord
 from fa3.schedules.split import FIELDS
-from fa3.schedules.stretches import BLOCKS_OF_TILE, Stretches, TileCut
+from fa3.schedules.stretches import BLOCKS_OF_TILE, Rounds, Stretches, TileCut
 from fa3.scores.masks import Sequence
 
 CUTTERS = 256
@@ -124,10 +124,10 @@ class SegmentTable(KernelBase):
         num_late = decode_ctas if decode_ctas < call.num_ctas else Int32(0)
         cute.arch.sync_threads()
         ctas = call.num_ctas - num_late, num_late, delay
-        stretches = self.cut(call, order, num_tiles, ctas, cuts, sums)
+        rounds, stretches = self.cut(call, order, num_tiles, ctas, cuts, sums)
         cute.arch.sync_threads()
         if thread < call.num_ctas:
-            self.write_column(segments, cuts, stretches, num_tiles, thread, call.num_ctas)
+            self.write_column(segments, cuts, rounds, stretches, num_tiles, thread, call.num_ctas)
 
     @cute.jit
     def blocks_of_tile(
@@ -152,8 +152,9 @@ class SegmentTable(KernelBase):
         ctas: tuple,  # those that begin at once, those that begin late, and their delay
         cuts: cute.Tensor,  # receives the `TileCut` of each tile
         sums: cute.Tensor,  # room for three numbers of each warp
-    ) -> Stretches:
-        """Cut all tiles; return the stretches. Each thread has tiles that follow one another."""
+    ) -> tuple[Rounds, Stretches]:
+        """Cut the tiles that come after rounds of whole ones; return the rounds and the stretches.
+        Each thread has tiles that follow one another."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
         tiles_per_thread = (num_tiles + CUTTERS - 1) // CUTTERS
@@ -175,9 +176,24 @@ class SegmentTable(KernelBase):
             start += sums[i, 0] if i < warp else Int32(0)
             longest = cutlass.max(longest, sums[i, 1])
         stretches = Stretches.of(total, longest, num_tiles, *ctas)
-        slots = Int32(0)
+        rounds = Rounds(*[Int32(0)] * len(Rounds._fields))
+        # Few calls have any: others are spared the divisions.
+        if stretches.have_room(longest, num_tiles):
+            for number in cutlass.range(first, end):
+                cuts[number, 0] += start
+            cute.arch.sync_threads()
+            rounds = Rounds.of(stretches, longest)
+            rounds = rounds.kept(self.work_before(cuts, rounds.num_tiles, num_tiles, total))
+            before = self.work_before(cuts, rounds.num_tiles, num_tiles, total)
+            rest = total - before, longest, num_tiles - rounds.num_tiles
+            stretches, start = rounds.rest(stretches.delay, *rest), -before
+            cute.arch.sync_threads()
+        num_whole, slots = rounds.num_tiles, Int32(0)
         for number in cutlass.range(first, end):
-            cut = stretches.cut(number, start + cuts[number, 0], cuts[number, 1], cuts[number, 2])
+            work = start + cuts[number, 0]
+            cut = stretches.cut(number - num_whole, work, cuts[number, 1], cuts[number, 2])
+            if number < num_whole:
+                cut = cut._replace(owner=Int32(-1), cuts=Int32(0))
             cut = cut._replace(slot=slots)
             for i in cutlass.range_constexpr(len(TileCut._fields)):
                 cuts[number, i] = cut[i]
@@ -191,20 +207,26 @@ class SegmentTable(KernelBase):
             slot += sums[i, 2] if i < warp else Int32(0)
         for number in cutlass.range(first, end):
             cuts[number, len(TileCut._fields) - 1] += slot
-        return stretches
+        return rounds, stretches
+
+    @cute.jit
+    def work_before(self, cuts: cute.Tensor, number: Int32, num_tiles: Int32, total: Int32):
+        """The work of all tiles before one, or of all."""
+        return cuts[number, 0] if number < num_tiles else total
 
     @cute.jit
     def write_column(
         self,
         segments: cute.Tensor,
         cuts: cute.Tensor,
+        rounds: Rounds,
         stretches: Stretches,
         num_tiles: Int32,
         cta: Int32,
         num_columns: Int32,
     ):
-        """Write a CTA's segments: it has some of each tile from the first one that reaches its
-        stretch to the last one that begins there."""
+        """Write a CTA's segments: a whole tile in each round, then some of each tile from the first
+        one that reaches its stretch to the last one that begins there."""
         number = Int32(0)
         for i in cutlass.range_constexpr(ROOM.bit_length() - 1):
             half = ROOM >> (i + 1)
@@ -212,20 +234,31 @@ class SegmentTable(KernelBase):
             is_before = probed.owner + probed.cuts < cta
             number += half if is_before and number + half <= num_tiles else Int32(0)
         position, goes_on = cta, Int32(1)
+        for turn in cutlass.range(rounds.first(cta), rounds.number, unroll=1):
+            whole = rounds.tile(turn, cta)
+            if whole < num_tiles:
+                tile = self.read_cut(cuts, whole)._replace(owner=cta)
+                write_segment(segments, position, (whole, *stretches.segment(tile, cta)))
+                position += num_columns
         while goes_on > 0:
             tile = self.read_cut(cuts, cutlass.min(number, ROOM - 1))
-            words = cute.make_rmem_tensor(FIELDS, Int32)
-            words.fill(END)
-            goes_on = Int32(0)
-            if number < num_tiles and tile.owner <= cta:
-                goes_on = Int32(1)
-                first, end, part = stretches.segment(tile, cta)
-                words[0], words[1], words[2], words[3] = number, first, end, part
-            target = (segments.iterator + position * FIELDS).align(16)
-            cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(FIELDS)))
+            goes_on = either(number < num_tiles, either(tile.owner <= cta, 1, 0), 0)
+            words = (number, *stretches.segment(tile, cta))
+            words = tuple(either(goes_on > 0, word, END) for word in words)
+            write_segment(segments, position, words)
             position += num_columns
             number += 1
 
     def read_cut(self, cuts: cute.Tensor, number: Int32) -> TileCut:
         """What shared memory has of a tile."""
         return TileCut(*(cuts[number, i] for i in range(len(TileCut._fields))))
+
+
+@cute.jit
+def write_segment(segments: cute.Tensor, position: Int32, segment: tuple):
+    """Write a segment to its place."""
+    words = cute.make_rmem_tensor(FIELDS, Int32)
+    for i in cutlass.range_constexpr(FIELDS):
+        words[i] = segment[i]
+    target = (segments.iterator + position * FIELDS).align(16)
+    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(FIELDS)))

@@ -61,9 +61,10 @@ decode kernel: 1.45 us for 128, and 0.57 us. Measured on an H200 with heads of 1
 
 MORE_BESIDE_SEGMENTS, SLOWER_BESIDE, BLOCKS_BESIDE = 2.5, 1.2, 4
 """Where the segment table gives less work to the CTAs that the decode kernel has first: how much
-more than its share that kernel gets, how much longer it is taken to have them, and key blocks more.
-Too much work for these CTAs holds up all others, too little costs little. Measured on an H100 on
-2026-11-27: 512 queries on 16k keys with 15 sequences of 2k took 221 us, 232 with 1.5 and 1.1."""
+more than its share that kernel gets, up to the same part of all CTAs; how much longer it is taken
+to have them, and key blocks more. Too much work for these CTAs holds up all others, too little
+costs little. Measured on an H100 on 2026-11-27: 512 queries on 16k keys with 15 sequences of 2k
+took 221 us, 232 with 1.5 and 1.1."""
 
 AT_ONCE = 8  # lanes that `place_among` asks at once
 AMOUNTS = SORTERS  # amounts of work that are told apart, one for each thread of the prefix sum
@@ -142,7 +143,9 @@ class DecodeShare(NamedTuple):
         """
         share = more * self.short / cutlass.max(self.long + self.short, Float32(1.0))
         count = cutlass.min(Int32(Float32(num_ctas) * share) + 1, num_ctas)
-        count = count if share < MOST_BESIDE else num_ctas
+        if cutlass.const_expr(more != MORE_BESIDE):
+            count = cutlass.min(count, Int32(Float32(num_ctas) * MOST_BESIDE) + 1)
+        count = count if share < MOST_BESIDE * (more / MORE_BESIDE) else num_ctas
         return count if self.short > 0.0 else Int32(0)
 
     def blocks_beside(self, num_ctas: Int32, heads_kv: Int32) -> Int32:

@@ -74,6 +74,12 @@ IDLE_SHARE = 0.5
 where the forward kernel cannot split tiles, or tiles are half empty. The decode kernel takes 1.6
 times as long for a query and a key, but splits the keys."""
 
+MOST_SPLIT_ROUNDS, FEWEST_KEYS_OF_ROUNDS = 2, 1 << 14
+"""Full tiles for each SM of a call on a cache, up to which the GPU may split tiles, and the keys
+that a sequence must have room for if there is more than one. Others take whole tiles as CTAs become
+free: 1024 queries on 4k keys with 31 sequences of 2k 186 us on an H100, 193 where the GPU splits;
+1024 on 32k with 31 of 4k 1015, and 787 where it does."""
+
 MOST_SHARED_TILE_KEYS = 256
 """Keys of a sequence up to which sequences share tiles: all rows of a tile wait for all of them."""
 
@@ -435,30 +441,20 @@ def has_keys_to_split(signature: Signature, sizes: PackedSizes) -> bool:
 
 def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
     """Whether the forward kernel would leave SMs idle, but its tiles can be split on the GPU.
-    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them."""
-    batch, heads, total_q, total_k, longest_q, longest_k = sizes
-    most_keys = total_k if signature.call == PACKED else longest_k
-    return (
-        signature.may_split
-        and longest_q > ROWS
-        and has_keys_to_split(signature, sizes)
-        and has_few_tiles(signature, batch, heads, total_q, most_keys)
-    )
-
-
-def has_few_tiles(
-    signature: Signature, batch: int, heads: int, total_q: int, most_keys: int
-) -> bool:
-    """Whether tiles of sequences with at most `most_keys` are so few that a GPU may split them.
+    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them.
     Of a cache, sequences that decode have no tiles, so tiles count as if all of them were full."""
+    batch, heads, total_q, total_k, longest_q, longest_k = sizes
     config, num_sms = signature.config, signature.gpu.num_sms
     num_tiles = capacity_of_table(total_q, batch, config.tile_m) * heads
-    work = num_tiles * (-(-most_keys // config.tile_n) + BLOCKS_OF_TILE)
-    has_few = num_tiles <= num_sms
+    has_few, most_keys = num_tiles <= num_sms, total_k
     if signature.call == CACHE:
-        has_few = total_q // config.tile_m * heads <= num_sms and num_tiles <= MOST_SPLIT_TILES
+        rounds = MOST_SPLIT_ROUNDS if longest_k >= FEWEST_KEYS_OF_ROUNDS else 1
+        has_few = total_q // config.tile_m * heads <= rounds * num_sms
+        has_few, most_keys = has_few and num_tiles <= MOST_SPLIT_TILES, longest_k
+    work = num_tiles * (-(-most_keys // config.tile_n) + BLOCKS_OF_TILE)
     has_room = batch <= MOST_SEQUENCES and num_sms <= MOST_SPLIT_CTAS and work < MOST_WORK
-    return signature.can_split and has_few and has_room
+    may_split = signature.may_split and signature.can_split and longest_q > ROWS
+    return may_split and has_few and has_room and has_keys_to_split(signature, sizes)
 
 
 def queries_if_short_and_split(signature: Signature, sizes: PackedSizes) -> int:
@@ -473,15 +469,11 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
     """The most queries of a sequence if the forward kernel would leave SMs idle, and there are
     keys enough to split; not `max_seqlen_q`, so that calls of all lengths have one plan."""
     num_tiles = (sizes.total_q // FEWEST_ROWS + sizes.batch) * sizes.heads
-    is_few = num_tiles <= IDLE_SHARE * signature.gpu.num_sms
-    has_keys = has_keys_to_split(signature, sizes)
-    return signature.most_queries_of_few if is_few and has_keys else 0
-
-
-def queries_if_keys_are_split(signature: Signature, sizes: PackedSizes) -> int:
     may_split = signature.may_decode and not signature.num_splits
-    most = queries_if_few_tiles(signature, sizes) if may_split else 0
-    return if_counted(signature, sizes, most) if most else 0
+    is_few = may_split and num_tiles <= IDLE_SHARE * signature.gpu.num_sms
+    if not (is_few and has_keys_to_split(signature, sizes)):
+        return 0
+    return if_counted(signature, sizes, signature.most_queries_of_few)
 
 
 def may_have_short(signature: Signature, sizes: PackedSizes) -> bool:
@@ -538,7 +530,7 @@ RULES = {
              "split tiles", queries_if_short_and_split),
         Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
         Case(DECODE, "decoding is possible, `num_splits` is 0 (the default; FlashAttention-3's is "
-             "1), and few tiles meet long keys", queries_if_keys_are_split),
+             "1), and few tiles meet long keys", queries_if_few_tiles),
         Case(BOTH, "decoding is possible, k has at least 4096 more rows than q, and lengths may "
              "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`)",
              queries_if_some_are_short),
