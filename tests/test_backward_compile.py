@@ -103,10 +103,10 @@ def test_machine_code(spec):
 
 @pytest.mark.compiles
 def test_machine_code_where_ctas_share_key_tiles():
-    """In a fixed order, too."""
+    """In a fixed order, too, with two accumulators."""
     spec = spec_of(128, "causal")
     config = choose_backward_config(spec)
-    kernel = Backward(spec, config, Dynamic, is_ordered=True, splits=True)
+    kernel = Backward(spec, config, Dynamic, is_ordered=True, splits=True, accumulators=2)
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
     check_roles(report, config)

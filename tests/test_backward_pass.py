@@ -67,7 +67,8 @@ def test_head_groups_are_larger_in_a_fixed_order():
         pytest.param((1, 1280, 1, 7), 128, 7, 1, 7, 1, id="all tiles run at the same time"),
         pytest.param((4, 4096, 16, 1), 128, 1, 16, 4, 1, id="many heads"),
         pytest.param((2, 4096, 8, 8), 128, 4, 16, 4, 1, id="two query heads of a CTA"),
-        pytest.param((1, 4096, 2, 4), 256, 4, 2, 4, 1, id="blocks as long as key tiles"),
+        pytest.param((1, 4096, 2, 4), 256, 4, 4, 2, 1, id="two accumulators"),
+        pytest.param((4, 1024, 8, 1), 256, 1, 2, 16, 1, id="blocks as long as key tiles"),
         pytest.param((4, 4096, 32, 1), 64, 1, 16, 8, 0, id="many of them"),
     ],
 )
@@ -79,6 +80,24 @@ def test_head_groups_alternate_in_a_fixed_order(shape, head_dim, shares, groups,
     assert (plan.num_head_groups, plan.heads_per_group) == (groups, heads)
     assert plan.alternates == alternates
     assert BackwardPlan.of(problem).alternates is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "accumulators"),
+    [
+        pytest.param((1, 1024, 1, 6), 128, 2, id="parts of query blocks"),
+        pytest.param((1, 4096, 1, 8), 128, 1, id="parts of query heads"),
+        pytest.param((1, 4096, 2, 4), 256, 2, id="key tiles of one block"),
+        pytest.param((16, 1024, 8, 1), 256, 1, id="short ones"),
+    ],
+)
+def test_accumulators_in_a_fixed_order(shape, head_dim, accumulators):
+    batch, seqlen, heads_kv, group = shape
+    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, CAUSAL)
+    plain, ordered = (BackwardPlan.of(problem, is_ordered) for is_ordered in (False, True))
+    assert (plain.accumulators, ordered.accumulators) == (1, accumulators)
+    numbers = ordered.num_query_tiles * ordered.config.tile_m * head_dim
+    assert ordered.layout.table_at - ordered.layout.dq_at == accumulators * numbers
 
 
 @given(begin=st.integers(0, 9), sizes=st.tuples(*[st.integers(0, 5)] * 3))

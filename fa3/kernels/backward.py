@@ -113,6 +113,7 @@ class Backward(AttentionKernel):
     splits: bool = False  # whether CTAs share key tiles, see `fa3.primitives.gradient_parts`
     # Whether dK and dV are fp32. Then `splits` is True, if only with one part.
     writes_fp32: bool = False
+    accumulators: int = 1  # of dQ, see `DqSemaphore`; two only dense and in a fixed order
 
     entry_name: ClassVar[str] = "fa3_backward"
 
@@ -122,9 +123,10 @@ class Backward(AttentionKernel):
         return self.schedule_type.is_ragged
 
     @property
-    def has_dq_flags(self) -> bool:
-        """Whether each query tile has a flag for its first store, or a semaphore."""
-        return self.is_ordered or not self.is_ragged
+    def dq_flags(self) -> int:
+        """Flags of a query tile: one for its first store, or a semaphore for each
+        accumulator."""
+        return self.accumulators if self.is_ordered else int(not self.is_ragged)
 
     @property
     def may_alternate(self) -> bool:
@@ -216,12 +218,8 @@ class Backward(AttentionKernel):
 
     def query_head_groups(self, call: PassArguments) -> QueryHeadGroups:
         """The query tiles in head groups; on the host."""
-        q, tile_m, heads_q, heads_kv = (
-            call.q,
-            self.config.tile_m,
-            call.q.shape[-2],
-            call.k.shape[-2],
-        )
+        q, tile_m = call.q, self.config.tile_m
+        heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
         if self.is_ragged:
             batch, per_head = 1, number_of_packed_tiles(q.shape[0], call.num_sequences, tile_m)
         else:

@@ -100,7 +100,7 @@ class FusedPrePostprocess(NamedTuple):
         call, queries, groups = self.call, self.queries, self.groups
         tile_m = kernel.config.tile_m
         units = warps_of_tile(kernel.spec, tile_m)
-        rows = TilePreprocess.of(kernel.spec, kernel.config, call, units)
+        rows = TilePreprocess.of(kernel.spec, kernel.config, call, units, kernel.dq_flags)
         end = groups.num_tiles * units
         unit = call.num_tiles * units + index
         tile = cutlass.min(unit, end - 1) // units
@@ -175,7 +175,7 @@ class FusedPrePostprocess(NamedTuple):
         """Write dQ piece by piece until none is left; one warp calls this.
         Half of a piece is always on its way from memory."""
         config, pieces = kernel.config, kernel.pieces
-        convert = ConvertDq.of(pieces, config.tile_m, self.call, self.dq, self.scale)
+        convert = ConvertDq.of(kernel, self.call, self.dq, self.scale)
         count = self.groups.num_tiles * pieces.count
         number, complete = self.first_lanes(self.take_piece()), Int32(-1)
         tile, piece = self.piece(config, pieces, cutlass.min(number, count - 1))
@@ -238,8 +238,7 @@ class ConvertDq:
         after the exchange with the second   0, 1, 2, 3  |(0, 1, 2, 3) | 4, 5, 6, 7  |(4, 5, 6, 7)
     """
 
-    pieces: DqPieces  # of a tile
-    tile_m: int  # rows of a tile
+    kernel: object  # the `Backward` kernel
     call: PreprocessArguments
     # dq, scale: of `FusedPrePostprocess`.
     dq: cute.Tensor
@@ -248,25 +247,47 @@ class ConvertDq:
     # while the present ones are written.
     values: cute.Tensor
 
+    pieces: DqPieces  # of a tile
+
     @classmethod
-    def of(cls, pieces: DqPieces, tile_m: int, call, dq, scale) -> "ConvertDq":
-        halves = WARPS // LOADED_AT_ONCE
+    def of(cls, kernel, call, dq, scale) -> "ConvertDq":
+        halves, pieces = WARPS // LOADED_AT_ONCE, kernel.pieces
         values = cute.make_rmem_tensor((QUAD, pieces.quads, LOADED_AT_ONCE, halves), Float32)
-        return cls(pieces, tile_m, call, dq, scale, values)
+        return cls(kernel, call, dq, scale, values, pieces)
 
     @cute.jit
     def load(self, tile: QueryTile, piece, half: cutlass.Constexpr):
         """Load half of a piece, all of it in flight at once."""
-        accumulator, lane = self.call.dq(tile.tiles), cute.arch.lane_idx()
+        values = self.values[None, None, None, half]
+        self.load_from(self.call.dq(tile.tiles), tile, piece, half, values)
+
+    @cute.jit
+    def load_from(self, accumulator, tile: QueryTile, piece, half: cutlass.Constexpr, values):
+        """Load half of a piece of an accumulator."""
         for i in cutlass.range_constexpr(LOADED_AT_ONCE):
-            thread = (half * LOADED_AT_ONCE + i) * WARP + lane
+            thread = (half * LOADED_AT_ONCE + i) * WARP + cute.arch.lane_idx()
             source = accumulator.quads_of(self.pieces, thread, piece, tile.tile)
             for j in cutlass.range_constexpr(self.pieces.quads):
-                cute.autovec_copy(source[None, j], self.values[None, j, i, half])
+                cute.autovec_copy(source[None, j], values[None, j, i])
+
+    @cute.jit
+    def add_second(self, tile: QueryTile, piece, has_first, half: cutlass.Constexpr):
+        """Add the second accumulator to a loaded half of a piece; either may have no value."""
+        values, kernel = self.values[None, None, None, half], self.kernel
+        second = self.call.dq(tile.tiles).one_of(self.pieces, kernel.accumulators, 1)
+        others = cute.make_rmem_tensor_like(values)
+        self.load_from(second, tile, piece, half, others)
+        has_second = second.has_value(tile.tile, self.call.dq_is_zeroed)
+        for i in cutlass.range_constexpr(cute.size(values)):
+            first = values[i] if has_first else Float32(0.0)
+            values[i] = first + (others[i] if has_second else Float32(0.0))
 
     @cute.jit
     def write(self, tile: QueryTile, piece, has_value, half: cutlass.Constexpr):
         """Write the existing rows of a loaded half of a piece; zeros without a value."""
+        if cutlass.const_expr(self.kernel.accumulators > 1):
+            self.add_second(tile, piece, has_value, half)
+            has_value = Boolean(True)
         for i in cutlass.range_constexpr(LOADED_AT_ONCE):
             part, values = half * LOADED_AT_ONCE + i, self.values[None, None, i, half]
             self.write_part(tile, piece, part, values, has_value)
@@ -278,7 +299,7 @@ class ConvertDq:
         is_lower, is_right = lane % 2 == 1, lane // 2 % 2 == 1
         down, right = self.pieces.place(piece)
         row = down * ROWS + part * ROWS_OF_WARP + lane // QUAD + (8 if is_lower else 0)
-        query = tile.tile.m_block * self.tile_m + row
+        query = tile.tile.m_block * self.kernel.config.tile_m + row
         words = self.words(values)
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = words[i] if has_value else Uint32(0)

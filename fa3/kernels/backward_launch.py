@@ -224,7 +224,7 @@ class PassArguments(NamedTuple):
             table: the kernel that makes the table of packed sequences; None without.
         """
         spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
-        kinds = kernel.has_dq_flags, kernel.is_ragged, kernel.has_used_q
+        kinds = kernel.dq_flags, kernel.is_ragged, kernel.has_used_q
         of_others = PreprocessArguments.symbolic(spec, sizes, *kinds)._asdict()
         of_others |= {} if table is None else TileTableArguments.symbolic(table)._asdict()
         named = {name: of_others[name] for name in cls._fields if name in of_others}
@@ -269,7 +269,7 @@ class PassArguments(NamedTuple):
     def preprocess(self, kernel) -> "PreprocessArguments":
         """What the preprocess kernel takes, if this is the `Backward` that comes after it."""
         named = {name: getattr(self, name, None) for name in PreprocessArguments._fields}
-        if kernel.has_dq_flags:
+        if kernel.dq_flags:
             named["dq_flags"] = self.integers(self.dq_flags_at, self.buffer.shape[0])
         if kernel.spec.has_dropout:
             named["kept"] = DropoutArguments(*self.dropout).kept
@@ -314,7 +314,7 @@ class PreprocessArguments(NamedTuple):
         cls,
         spec: AttentionSpec,
         sizes: "CallSizes",
-        has_dq_flags: bool,
+        dq_flags: int,
         is_ragged: bool = False,
         has_used_q: bool = False,
     ) -> "PreprocessArguments":
@@ -332,7 +332,7 @@ class PreprocessArguments(NamedTuple):
             counters=vector(large()),
             cu_seqlens_q=vector(exists=is_ragged),
             seqused_q=vector(exists=has_used_q),
-            dq_flags=vector(large(), has_dq_flags),
+            dq_flags=vector(large(), dq_flags > 0),
             kept=Float32(0.0) if spec.has_dropout else None,
         )
 

@@ -48,18 +48,19 @@ class TilePreprocess:
     config: BackwardConfig
     call: PreprocessArguments  # packed tensors in a batch of one
     warps: int  # warps that share a tile; `warp` is the number of one of them
+    flags: int  # `dq_flags` of `Backward`
     vectors: cute.Tensor  # (8, rows, 2), the rows of O and dO that a lane has loaded
     # Of the rows whose statistics the lane writes; lanes that share rows divide them up.
     lses: cute.Tensor
 
     @classmethod
-    def of(cls, spec: AttentionSpec, config, call, warps: int) -> "TilePreprocess":
+    def of(cls, spec: AttentionSpec, config, call, warps: int, flags: int) -> "TilePreprocess":
         rows = config.tile_m // warps
         lanes = lanes_of_row(spec, rows)
         count = rows * lanes // WARP
         vectors = cute.make_rmem_tensor((VECTOR, count, 2), call.out.element_type)
         lses = cute.make_rmem_tensor(max(1, count // lanes), Float32)
-        return cls(spec, config, call, warps, vectors, lses)
+        return cls(spec, config, call, warps, flags, vectors, lses)
 
     @property
     def lanes(self) -> int:
@@ -112,11 +113,12 @@ class TilePreprocess:
         """Write statistics of the loaded rows, and what their dQ starts with."""
         call, config = self.call, self.config
         thread, first = warp * WARP + cute.arch.lane_idx(), tile.tile.m_block * config.tile_m
+        pieces = config.pieces(padded(self.spec.head_dim))
         if call.dq_is_zeroed != 0 and first >= 0 and first < tile.owned:
-            pieces = config.pieces(padded(self.spec.head_dim))
             self.call.dq(tile.tiles).clear(pieces, thread, self.warps * WARP, tile.tile)
-        if cutlass.const_expr(call.dq_flags is not None):
-            self.call.dq(tile.tiles).clear_flag(tile.tile, thread)
+        for i in cutlass.range_constexpr(self.flags):
+            dq = self.call.dq(tile.tiles).one_of(pieces, self.flags, i)
+            dq.clear_flag(tile.tile, thread)
         statistics = RowStatistics(call.statistics, tile.tiles).of_tile(config.tile_m, tile.tile)
         totals = self.totals_of_rows()
         if cute.arch.lane_idx() % self.lanes < self.count:
@@ -187,14 +189,14 @@ class BackwardPreprocess(AttentionKernel):
     config: BackwardConfig
     is_ragged: bool = False  # whether sequences are packed
     has_used_q: bool = False  # whether packed sequences have `seqused_q`
-    has_dq_flags: bool = True  # see `Backward`
+    dq_flags: int = 1  # see `Backward`
 
     entry_name: ClassVar[str] = "fa3_backward_preprocess"
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
         sizes = CallSizes.symbolic(self.is_ragged)
-        kinds = self.has_dq_flags, self.is_ragged, self.has_used_q
+        kinds = self.dq_flags, self.is_ragged, self.has_used_q
         call = PreprocessArguments.symbolic(self.spec, sizes, *kinds)
         return [*call, arguments.symbolic_stream()]
 
@@ -231,6 +233,7 @@ class BackwardPreprocess(AttentionKernel):
         # The last tiles first, so that L2 has the first ones when the backward kernel needs them.
         tile = queries.at(ctas - 1 - block, self.config.tile_m)
         warp = cute.arch.make_warp_uniform(thread // WARP)
-        rows = TilePreprocess.of(self.spec, self.config, call, PREPROCESS_THREADS // WARP)
+        warps = PREPROCESS_THREADS // WARP
+        rows = TilePreprocess.of(self.spec, self.config, call, warps, self.dq_flags)
         rows.load(tile, warp)
         rows.write(tile, warp)

@@ -219,16 +219,21 @@ class BackwardRoles:
 
     def semaphore(self, tile: KeyTile, mask) -> DqSemaphore:
         """The semaphores of a fixed order, for a key tile and the mask of a query head."""
-        segment, m_block = tile.segment, tile.segment.tile.m_block
-        dq = self.tensors.dq.at(self.config.tile_m, segment)
+        segment, m_block, step = tile.segment, tile.segment.tile.m_block, self.kernel.accumulators
         last = self.num_key_tiles(segment) - 1
-        n_block = tile.work.n_block + 1
+        n_block = tile.work.n_block + step
         if self.kernel.may_alternate:
-            n_block -= 2 * tile.is_down
+            n_block -= 2 * step * tile.is_down
         before = visited_blocks(self.kernel, mask, n_block, tile.sequence)
         # The first tile of the order waits for no other tile.
-        end = before.end * Int32(m_block < last)
-        return DqSemaphore(dq, last - m_block + 1, before.begin, end)
+        end = before.end * Int32(m_block + step <= last)
+        rank = (last - m_block) // step + 1
+        return DqSemaphore(self.dq(segment), rank, before.begin, end)
+
+    def dq(self, segment) -> DqAccumulator:
+        """The dQ accumulator to which a key tile adds."""
+        count, dq = self.kernel.accumulators, self.tensors.dq.at(self.config.tile_m, segment)
+        return dq.one_of(self.kernel.pieces, count, segment.tile.m_block % count)
 
     def stores(self) -> tuple[GradientStore, GradientStore]:
         """The stores of dK and dV."""
@@ -300,7 +305,7 @@ class BackwardRoles:
         cursor = schedule.begin(self.cursor)
         while schedule.is_valid(cursor):
             tile = self.tile(cursor)
-            dq = tensors.dq.at(config.tile_m, tile.segment)
+            dq = self.dq(tile.segment)
             is_zeroed = tensors.fused.call.dq_is_zeroed
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 head, mask, walk = self.query_head(tile, h)

@@ -137,6 +137,7 @@ class BackwardKernels:
     has_used_q: bool = False
     has_used_k: bool = False
     writes_fp32: bool = False  # whether dK and dV are fp32, which needs `splits`
+    accumulators: int = 1  # dQ accumulators
 
     @functools.cached_property
     def config(self) -> BackwardConfig:
@@ -147,17 +148,18 @@ class BackwardKernels:
         """What launches the kernels."""
         spec, config = self.spec, self.config
         schedule = RaggedKeyTiles if self.is_packed else InOrderQueue
-        kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32
+        kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32, self.accumulators
         main = Backward(spec, config, schedule, *kind)
         preprocessed = preprocess_spec(spec), config
         if not self.is_packed:
-            return BackwardPass(BackwardPreprocess(*preprocessed), main)
+            return BackwardPass(BackwardPreprocess(*preprocessed, dq_flags=main.dq_flags), main)
         table = TileTable(
             config.tile_m, config.tile_n, spec.mask.band, self.has_used_q, self.has_used_k,
             is_of_keys=True,
         )  # fmt: skip
-        kinds = True, self.has_used_q, main.has_dq_flags
-        return BackwardPass(BackwardPreprocess(*preprocessed, *kinds), main, table)
+        kinds = True, self.has_used_q
+        before = BackwardPreprocess(*preprocessed, *kinds, dq_flags=main.dq_flags)
+        return BackwardPass(before, main, table)
 
     def layout(
         self, num_query_tiles: int, num_parts: int, num_head_groups: int, table_words: int = 0
@@ -165,10 +167,10 @@ class BackwardKernels:
         """Lay out the buffer of a call of these sizes."""
         main = self.entry.main
         dq_at = num_query_tiles * self.config.tile_m * STATISTICS
-        table_at = dq_at + num_query_tiles * main.pieces.numbers
+        table_at = dq_at + self.accumulators * num_query_tiles * main.pieces.numbers
         counters_at = table_at + table_words
         dq_flags_at = counters_at + words_of_counters(num_head_groups)
-        end = dq_flags_at + num_query_tiles * main.has_dq_flags
+        end = dq_flags_at + num_query_tiles * main.dq_flags
         if not self.splits:
             return BufferLayout(dq_at, table_at, counters_at, dq_flags_at, None, None, end)
         # For each part one of each warp.
@@ -238,8 +240,9 @@ class BackwardPlan:
     def kernels(self) -> BackwardKernels:
         splits = self.writes_fp32 or self.shares.parts > 1
         return BackwardKernels(
-            self.problem.spec, self.is_ordered, splits, writes_fp32=self.writes_fp32
-        )
+            self.problem.spec, self.is_ordered, splits, writes_fp32=self.writes_fp32,
+            accumulators=self.accumulators,
+        )  # fmt: skip
 
     @property
     def config(self) -> BackwardConfig:
@@ -308,9 +311,18 @@ class BackwardPlan:
         return rows_in_l2(self.problem.spec) // self.problem.seqlen_q
 
     @property
+    def accumulators(self) -> int:
+        """dQ accumulators: two in a fixed order where handing on a block takes longer than a step.
+        That is so where all parts of query blocks begin at once, or where key tiles are one short
+        block apart, and sequences long enough to pay for the memory (docs/experiments.md)."""
+        is_long = self.problem.seqlen_k > MORE_KEYS_UNZEROED
+        is_slow = self.shares.block_parts > 1 or (self.config.warpgroups_share_keys and is_long)
+        return 2 if self.is_ordered and is_slow else 1
+
+    @property
     def has_long_key_tiles(self) -> bool:
-        """Whether a key tile has more keys than a block has queries."""
-        return self.config.tile_n > self.config.tile_m
+        """Whether key tiles that add to one accumulator are more than a query block apart."""
+        return self.accumulators > 1 or self.config.tile_n > self.config.tile_m
 
     @property
     def waves(self) -> Waves | None:

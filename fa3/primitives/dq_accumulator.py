@@ -104,6 +104,17 @@ class DqAccumulator(NamedTuple):
         """The accumulator for a segment's sequence."""
         return self._replace(tiles=self.tiles.at(tile_m, segment))
 
+    def one_of(self, pieces: DqPieces, count: int, which) -> "DqAccumulator":
+        """One of several accumulators, which lie one after another in the buffer."""
+        if count == 1:
+            return self
+        first_tile = self.buffer.shape[0] // (pieces.numbers * count) * which
+        buffer = cute.make_tensor(
+            self.buffer.iterator + first_tile * pieces.numbers, self.buffer.layout
+        )
+        flags = cute.make_tensor(self.flags.iterator + first_tile, self.flags.layout)
+        return self._replace(buffer=buffer, flags=flags)
+
     def quads_of(self, pieces: DqPieces, thread, piece, tile) -> cute.Tensor:
         """(4, quads): a thread's elements of one piece of a tile."""
         begin = self.tiles.number(tile) * pieces.numbers
@@ -177,11 +188,13 @@ class DqAccumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class DqSemaphore:
-    """The turn of one key tile and one query head in a fixed order."""
+    """The turn of one key tile and one query head in a fixed order.
+    With two accumulators, every other key tile in the order adds to the same one. The key tiles
+    that visit a query block are neighbours in the order, with any mask."""
 
-    dq: DqAccumulator  # the accumulator of the tile's sequence
-    rank: Int32  # 1 + the number of key tiles that add before this one
-    # begin, end: the query blocks that the key tile after this one visits. It adds before.
+    dq: DqAccumulator  # of the tile's sequence; the one to which the key tile adds
+    rank: Int32  # 1 + the number of key tiles that add to it before this one
+    # begin, end: the query blocks of the key tile that adds to it before.
     begin: Int32
     end: Int32
 
