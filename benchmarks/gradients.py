@@ -19,7 +19,7 @@ from benchmarks.packed import PackedCell
 from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.shapes import MASKS, SEQLENS, Cell, K, grid, named, size
 from benchmarks.timing import capture_stream
-from fa3.primitives.coords import Position
+from fa3.primitives.fragments import Position
 from fa3.reference.dropout import Dropout
 
 PASSES = ("backward", "both")

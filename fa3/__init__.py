@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fa3.calls.scheduler_metadata import get_scheduler_metadata as get_scheduler_metadata
     from fa3.planning.plan import Plan as Plan
     from fa3.planning.planner import plan_forward as plan_forward
-    from fa3.primitives.coords import Position as Position
+    from fa3.primitives.fragments import Position as Position
     from fa3.problem import AttentionSpec as AttentionSpec
     from fa3.problem import Problem as Problem
     from fa3.problem import Window as Window
@@ -40,7 +40,7 @@ HOMES = {
     "AttentionSpec": "fa3.problem",
     "Mask": "fa3.scores.masks",
     "Plan": "fa3.planning.plan",
-    "Position": "fa3.primitives.coords",
+    "Position": "fa3.primitives.fragments",
     "Problem": "fa3.problem",
     "SchedulerMetadata": "fa3.calls.scheduler_metadata",
     "Score": "fa3.scores.scores",

@@ -8,7 +8,7 @@ import torch
 
 from fa3.calls.operands import Operand, check_device, check_dtype, describe
 from fa3.calls.options import check_probability, integer, real
-from fa3.primitives.coords import Position
+from fa3.primitives.fragments import Position
 from fa3.reference.dropout import Dropout
 
 STATE_BYTES = 8  # bytes of a seed

@@ -33,7 +33,7 @@ from transformers.utils import is_tracing
 
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.backward import wants_gradient
-from fa3.primitives.coords import Position
+from fa3.primitives.fragments import Position
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 

@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, pipeline
 from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
 from fa3.primitives.arithmetic import larger
-from fa3.primitives.coords import TransposedCoords
 from fa3.primitives.dq_accumulator import (
     DqAccumulator,
     DqOperands,
@@ -23,6 +22,7 @@ from fa3.primitives.dq_accumulator import (
     DqStep,
 )
 from fa3.primitives.dropout import DropoutArguments, TransposedDropout
+from fa3.primitives.fragments import TransposedCoords
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles
 from fa3.primitives.gradient_step import GradientStep

@@ -68,7 +68,7 @@ from fa3.primitives.cache_blocks import (
 )
 from fa3.primitives.fp8_blocks import BlockConverter, convert_rows
 from fa3.primitives.fragments import as_rows_and_columns, convert
-from fa3.primitives.output_store import RowLse, shared_by
+from fa3.primitives.output_store import HAS_COME, HAS_LEFT, RowLse, shared_by
 from fa3.primitives.packed_rows import (
     PackedCoords,
     Workspace,
@@ -79,7 +79,6 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
-from fa3.primitives.part_merge import HAS_COME, HAS_LEFT
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS

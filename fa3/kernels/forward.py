@@ -50,12 +50,11 @@ from fa3.kernels.forward_launch import OTHER_REGISTERS, ForwardArguments, Forwar
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention, BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
-from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import ConvertedPipeline
-from fa3.primitives.output_store import RowLse, RowStore, SlabStore
+from fa3.primitives.fragments import ScoreCoords
+from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
-from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax

@@ -13,11 +13,10 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention
-from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.fp8_blocks import ConvertedPipeline
-from fa3.primitives.output_store import RowLse, RowStore, SlabStore
-from fa3.primitives.part_merge import PartMerge
+from fa3.primitives.fragments import ScoreCoords
+from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore, store_lse
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import WARP, WARPS
@@ -136,7 +135,9 @@ class ForwardEpilogue(AttentionKernel):
                 for r in cutlass.range_constexpr(cute.size(lse)):
                     row = coords.query(r)
                     if row < attention.rules.sequence.seqlen_q:
-                        operands.lse.store(sequences.place(tile, segment, row), lse[r], coords)
+                        store_lse(
+                            operands.lse.tensor, sequences.place(tile, segment, row), lse[r], coords
+                        )
 
     @property
     def stores_rows(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
-from fa3.primitives.part_merge import numbers_of_parts
+from fa3.primitives.output_store import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import Window

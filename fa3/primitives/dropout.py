@@ -30,8 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from fa3.primitives import arguments
-from fa3.primitives.coords import ScoreCoords, TransposedCoords
-from fa3.primitives.fragments import PACKED_TYPES, words_of
+from fa3.primitives.fragments import PACKED_TYPES, ScoreCoords, TransposedCoords, words_of
 
 PHILOX_ROUNDS = 7  # the fewest rounds that passed all of the authors' tests
 

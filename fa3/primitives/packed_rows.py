@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.fragments import ScoreCoords
 from fa3.primitives.output_store import RowLse, store_lse, store_row
 from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.vectors import QUAD, VECTOR, as_elements, row_and_vector, vector_of
@@ -245,7 +245,7 @@ def store_rows(
         if query < seqlen_q:
             store_row(rows[r, None], mO[coords.batch, first + query, head, None], coords.column)
             if row_lse.is_wanted():
-                row_lse.store((coords.batch, head, first + query), lse[r], coords)
+                store_lse(row_lse.tensor, (coords.batch, head, first + query), lse[r], coords)
 
 
 @cute.jit

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from fa3.primitives.coords import Position
 from fa3.primitives.dropout import (
     COUNTERS,
     FACTOR,
@@ -20,6 +19,7 @@ from fa3.primitives.dropout import (
     philox,
     threshold_of,
 )
+from fa3.primitives.fragments import Position
 
 WORD_MASK = (1 << WORD_BITS) - 1
 

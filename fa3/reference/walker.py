@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from fa3.complaints import shown
 from fa3.primitives.cache_blocks import Keys
-from fa3.primitives.coords import Position
+from fa3.primitives.fragments import Position
 from fa3.primitives.softmax import FP8_OFFSET, LOG2_E, SLACK
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.order import Segment

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.fragments import ScoreCoords
 from fa3.scores.masks import Band, Blocks
 from fa3.scores.templates import Template, TensorType
 

@@ -32,7 +32,7 @@ from cutlass.base_dsl.typing import Integer
 
 from fa3.complaints import shown
 from fa3.primitives.arithmetic import larger, smaller
-from fa3.primitives.coords import Position, ScoreCoords, TransposedCoords
+from fa3.primitives.fragments import Position, ScoreCoords, TransposedCoords
 from fa3.problem import NO_BOUND, Window
 from fa3.scores.templates import Template
 

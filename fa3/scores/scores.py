@@ -32,7 +32,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from fa3.primitives.coords import Position, ScoreCoords, TransposedCoords
+from fa3.primitives.fragments import Position, ScoreCoords, TransposedCoords
 from fa3.primitives.softmax import LOG2_E
 from fa3.problem import AttentionSpec
 

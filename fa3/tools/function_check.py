@@ -28,7 +28,7 @@ from cutlass.cute.runtime import from_dlpack
 from fa3.calls.options import integer, shown
 from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
-from fa3.primitives.coords import Position
+from fa3.primitives.fragments import Position
 from fa3.problem import AttentionSpec, Problem
 from fa3.reference.walker import HostTensor, changed, errors_of, lets_through
 from fa3.running.compiler import ARCH, compiled, load_kernel
