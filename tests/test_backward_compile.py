@@ -38,7 +38,7 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, Tile
-from fa3.schedules.query_index import RaggedKeyTiles
+from fa3.schedules.ragged import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
 from fa3.tools.cubin import CubinReport
 

@@ -26,7 +26,8 @@ from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.primitives.query_tiles import QueryWalk, number_of_packed_tiles
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
-from fa3.schedules.query_index import QueryHeadGroups, RaggedKeyOrder
+from fa3.schedules.query_index import QueryHeadGroups
+from fa3.schedules.ragged import RaggedKeyOrder
 from fa3.scores.masks import Blocks
 
 
