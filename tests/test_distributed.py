@@ -3,15 +3,18 @@
 On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with NCCL.
 """
 
+import ctypes
 import os
-from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda.bindings import driver
 from ranks import NUM_RANKS, SECONDS, Ranks, device_of, refusal, seeded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,10 +33,12 @@ from fa3.distributed import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     plan,
+    transfer,
     zigzag,
 )
 from fa3.distributed.alone import Asked, KeyPart
-from fa3.distributed.hops import dense_hop
+from fa3.distributed.hops import parts_of
+from fa3.distributed.pieces import exchange_of
 from fa3.problem import Window
 
 SIZES = 1, 2, NUM_RANKS
@@ -630,9 +635,8 @@ def test_pieces_bring_what_is_seen(layout, num_ranks):
         chunks = layout.chunks(seqlen, num_ranks)
         held = [torch.tensor([row for one in x for row in one]) for x in chunks]
         part = KeyPart(Asked(Options(Window(*window)), None, False, False))
-        hops = [dense_hop(chunks, rank, part) for rank in range(num_ranks)]
-        parts, exchanges = [one.parts for one in hops], [one.exchange for one in hops]
-        placed = moved_alone(exchanges, held)
+        parts = [parts_of(chunks, rank, part)[0] for rank in range(num_ranks)]
+        placed = moved_alone(parts_of(chunks, 0, part)[1], held)
         for rank, keys in enumerate(placed):
             for part in parts[rank]:
                 queries, seen = held[rank][part.rows], keys[part.keys]
@@ -646,19 +650,12 @@ def test_pieces_bring_what_is_seen(layout, num_ranks):
                     assert seen[first:last].tolist() == list(range(first_row, last_row))
 
 
-def moved_alone(moves, held):
-    """Return what each rank has in the end, if all ranks' messages arrive in order."""
-    messages = defaultdict(list)
-    placed = [torch.full((one.total,), -1) for one in moves]
-    for rank, one in enumerate(moves):
-        for rows, places in one.kept:
-            placed[rank][places] = held[rank][rows]
-        for target, places in one.sent:
-            messages[rank, target].append(placed[rank][places].clone())
-    for rank, one in enumerate(moves):
-        for source, places in one.received:
-            placed[rank][places] = messages[source, rank].pop(0)
-    assert not any(messages.values()) and not any((x == -1).any() for x in placed)
+def moved_alone(exchange, held):
+    """Return what each rank has in the end, if all rows arrive."""
+    placed = [torch.full((total,), -1) for total in exchange.totals]
+    for source, target, rows, places in exchange.moves:
+        placed[target][places] = held[source][rows]
+    assert not any((x == -1).any() for x in placed)
     return placed
 
 
@@ -700,3 +697,74 @@ def test_one_rank_receives_nothing():
     for method in METHODS:
         one = plan(zigzag, 1000, 1, 4, 2, 64, causal=True, method=method)
         assert one.received_mib == (0, 0) and one.efficiency == pytest.approx(1)
+
+
+class SharedMemory:
+    """Mailboxes of ranks in one process, whose copies are made at once."""
+
+    def __init__(self, patch, count):
+        self.count, self.rank, self.buffers = count, 0, {}
+        for name in ("Event", "Stream", "stream", "current_stream"):
+            patch.setattr(torch.cuda, name, lambda *_: MagicMock())
+        patch.setattr(transfer, "shares_memory", lambda group: True)
+        patch.setattr(transfer.Mailbox, "of", self.mailbox)
+        patch.setattr(transfer, "current_stream", lambda device: 0)
+        patch.setattr(transfer, "driver", self)
+        self.CUresult, self.CUmemorytype = driver.CUresult, driver.CUmemorytype
+        self.CUDA_MEMCPY2D = SimpleNamespace
+
+    def size(self):
+        return self.count
+
+    def mailbox(self, group, number, size):
+        boxes = self.buffers.setdefault(
+            number, [torch.zeros(size, dtype=torch.uint8) for _ in range(self.count)]
+        )
+        pointers = [x.data_ptr() for x in boxes]
+        handle = MagicMock(buffer_ptrs=pointers, signal_pad_ptrs=[0] * self.count, world_size=1)
+        return transfer.Mailbox(self.rank, boxes[self.rank], handle, 0, MagicMock())
+
+    def cuStreamWriteValue32(self, *_):
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyAsync(self, target, source, size, stream):
+        ctypes.memmove(target, source, size)
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpy2DAsync(self, copy, stream):
+        for row in range(copy.Height):
+            source, target = (
+                copy.srcDevice + row * copy.srcPitch,
+                copy.dstDevice + row * copy.dstPitch,
+            )
+            ctypes.memmove(target, source, copy.WidthInBytes)
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+
+@pytest.mark.parametrize("by_heads", [None, "leaves_by_heads", "comes_by_heads"])
+@pytest.mark.parametrize("count, batch", [(1, 1), (2, 1), (2, 3), (4, 2)])
+def test_copy_engines_bring_rows(monkeypatch, count, batch, by_heads):
+    group = SharedMemory(monkeypatch, count)
+    group_rank = SimpleNamespace(rank=lambda: group.rank, size=group.size)
+    chunks = zigzag.chunks(29, count)
+    exchange = parts_of(chunks, 0, KeyPart(Asked(Options(Window(-1, 0)), None, False, False)))[1]
+    if by_heads:
+        exchange = exchange_of(chunks, ((range(29),),) * count)
+    sizes = ((4, 8), (8, 4))
+    named = (1, group_rank, batch, sizes, torch.device("cuda"))
+    starts, sent = [], []
+    for group.rank in range(count):
+        rows = sum(map(len, chunks[group.rank]))
+        one = transfer.Transfer(
+            exchange, torch.bfloat16, *named, **({by_heads: True} if by_heads else {})
+        )
+        starts.append(transfer.ByCopies.of(one))
+        sent.append([seeded(rows, batch, *x, seed=group.rank) for x in sizes])
+    arrivals = [start.start(x) for start, x in zip(starts, sent, strict=True)]
+    for rank, arrival in enumerate(arrivals):
+        arrival.wait()
+        for move in exchange.moves:
+            if move.target == rank:
+                for x, y in zip(sent[move.source], arrival.tensors, strict=True):
+                    assert torch.equal(one.coming(y, move), one.leaving(x, move))
+        arrival.release()

@@ -26,6 +26,9 @@ Lengths = tuple[Tensor, Tensor, tuple[int, int]]
 
 ALL = slice(None)
 
+MARGIN = 2
+"""SMs that a part leaves while rows are under way: kernels that wait for a word have one each."""
+
 
 class Asked(NamedTuple):
     """What a call over ranks asks of attention."""
@@ -42,7 +45,7 @@ class KeyPart:
 
     Attributes:
         rows: of this rank; keys: among those that come here together.
-        is_local: whether all of these keys are this rank's.
+        own: the keys among this rank's rows if all of them are there; else None.
         lengths: of packed sequences; their tensors have a batch of 1 all the same.
         call: what is launched, after the first time.
     """
@@ -50,14 +53,18 @@ class KeyPart:
     asked: Asked
     rows: slice = field(default_factory=lambda: ALL)
     keys: slice = field(default_factory=lambda: ALL)
-    is_local: bool = False
+    own: slice | None = None
     lengths: Lengths | None = None
     call: Any = field(default=None, init=False)  # a `DifferentiableCall`
 
-    def at(self, rows: slice, keys: slice, window: Window, is_local: bool = False) -> "KeyPart":
+    def at(self, rows: slice, keys: slice, window: Window, own: slice | None = None) -> "KeyPart":
         """Return a part of these rows and keys that is as here in all else."""
-        asked = self.asked._replace(options=self.asked.options._replace(window=window))
-        return replace(self, asked=asked, rows=rows, keys=keys, is_local=is_local)
+        options = self.asked.options._replace(window=window)
+        if own is not None:
+            options = options._replace(sm_margin=max(options.sm_margin, MARGIN))
+        return replace(
+            self, asked=self.asked._replace(options=options), rows=rows, keys=keys, own=own
+        )
 
     def without_batch(self, tensors: Iterable[Tensor | None]) -> list:
         """Return tensors as the call takes them."""

@@ -24,8 +24,8 @@ from fa3.calls.options import (
 )
 from fa3.complaints import shown
 from fa3.distributed.alone import Asked, KeyPart
-from fa3.distributed.exchange import Group, Joined, OverRanks, agree_on_rows, group_of
-from fa3.distributed.hops import Hops, dense_hop, packed_hop, ring_hops
+from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, group_of
+from fa3.distributed.hops import HopMaker, Hops
 from fa3.distributed.layouts import Documents, SequenceLayout
 from fa3.distributed.planning import methods_for, plan
 from fa3.distributed.ulysses import Ulysses, ulysses_of
@@ -226,17 +226,15 @@ def prepare(call: tuple, seqlen: int, group: dist.ProcessGroup) -> Hops | Ulysse
         sizes = seqlen, group.size(), heads, heads_kv, columns, columns_v
         named = {"window_size": window, "has_slopes": described[3] is not None}
         method = plan(layout, *sizes, **named).method
-    chunks, rank, part = split.chunks, split.rank, KeyPart(asked)
+    part, dtype = KeyPart(asked), described[0].dtype
     ends = layout.cu_seqlens if asked.options.kind == PACKED else ()
-    of_heads = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
+    sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
     if method == "ulysses":
-        return ulysses_of(split, part, ends, batch, of_heads, device)
-    joined = Joined.of(batch, *of_heads[1:])
+        return ulysses_of(split, part, ends, batch, sizes, dtype, device)
+    make = HopMaker(split, part, batch, sizes[1:], dtype, device)
     if method == "ring":
-        return Hops(split, joined, ring_hops(chunks, rank, part))
-    if not ends:
-        return Hops(split, joined, (dense_hop(chunks, rank, part),))
-    return Hops(split, joined, (packed_hop(split, part, ends, device),))
+        return make.ring()
+    return make.packed_gather(ends) if ends else make.gather()
 
 
 def without_rows(value: object) -> object:

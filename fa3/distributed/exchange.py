@@ -1,9 +1,9 @@
 """What the ranks of a group send each other: rows, heads, and what they were asked for."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from fa3.complaints import shown
 from fa3.distributed.pieces import Runs
 
 Group = dist.ProcessGroup | DeviceMesh | None
-Messages = Sequence[tuple[int, Tensor]]
-"""Ranks, and tensors for or from them, contiguous."""
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
@@ -50,29 +48,6 @@ class Split:
     rank: int
     rows: tuple[int, ...]
 
-    def start(self, sent: Messages, received: Messages) -> Callable[[], None]:
-        """Begin to send tensors and to receive others; return what waits for all of them."""
-        messages = [*sent, *received]
-        if not messages:
-            return lambda: None
-        # Torch's functions for this cost the host several times as much.
-        group, device = self.group, messages[0][1].device
-        is_batch = group._get_backend(device).supports_coalescing
-        if is_batch:
-            group._start_coalescing(device)
-        works = [group.send([x], rank, 0) for rank, x in sent]
-        works += [group.recv([x], rank, 0) for rank, x in received]
-        if is_batch:
-            works = [group._end_coalescing(device)]
-
-        def wait() -> None:
-            while works:
-                works.pop().wait()
-            # Until here nothing else may have the memory of what is sent.
-            messages.clear()
-
-        return wait
-
     def whole(self, x: Tensor) -> Tensor:
         """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
         most = max(self.rows)
@@ -87,34 +62,6 @@ class Split:
         dist.all_reduce(x := x.float().contiguous(), group=self.group)
         rows = [x[:, one.start : one.stop] for one in self.chunks[self.rank]]
         return torch.cat([x[:, :0], *rows], 1)
-
-
-class Joined(NamedTuple):
-    """Tensors (batch, rows, heads, columns) in a buffer (rows, batch, all columns)."""
-
-    batch: int
-    sizes: tuple[tuple[int, int], ...]  # heads and columns of each
-    width: int  # columns of all heads of all of them
-
-    @classmethod
-    def of(cls, batch: int, *sizes: tuple[int, int]) -> "Joined":
-        """Return a buffer of tensors with so many heads and columns each."""
-        return cls(batch, sizes, sum([heads * columns for heads, columns in sizes]))
-
-    def empty(self, like: Tensor, rows: int) -> Tensor:
-        """Return a buffer for so many rows."""
-        return like.new_empty(rows, self.batch, self.width)
-
-    def views(self, buffer: Tensor, rows: slice = slice(None)) -> list[Tensor]:
-        """Return some rows of each tensor."""
-        begin, end, _ = rows.indices(len(buffer))
-        step, views = self.batch * self.width, []
-        at = begin * step
-        for heads, columns in self.sizes:
-            shape = self.batch, end - begin, heads, columns
-            views.append(buffer.as_strided(shape, (self.width, step, columns, 1), at))
-            at += heads * columns
-        return views
 
 
 @functools.lru_cache(maxsize=64)

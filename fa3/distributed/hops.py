@@ -9,7 +9,7 @@ outputs are merged in float32 by their log-sum-exps.
 Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention (arXiv 2310.01889).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,26 +18,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa3.distributed.alone import FourGradients, KeyPart, packed_lengths
-from fa3.distributed.exchange import Joined, Split, orders
+from fa3.distributed.alone import ALL, FourGradients, KeyPart, packed_lengths
+from fa3.distributed.exchange import Split, orders
 from fa3.distributed.pieces import (
-    RowExchange,
+    Exchange,
+    Move,
     Runs,
     everything_of,
     exchange_of,
-    keeps_keys,
     together,
     with_begins,
 )
+from fa3.distributed.transfer import Arrival, Start, by_rows, starting
 from fa3.problem import NO_BOUND, Window
 
 
-class Hop(NamedTuple):
-    """Keys that come here together."""
+@dataclass(frozen=True)
+class Hop:
+    """Keys that come here together.
 
-    parts: tuple[KeyPart, ...]  # in the order of the rows
-    exchange: RowExchange  # by which ranks get the keys
-    # Of what they get, in which parts count, and which has a row twice at most; or None.
+    Attributes:
+        parts: in the order of the rows.
+        total: keys; kept: those that are this rank's.
+        start, start_back: begin to get keys, and to return their gradients.
+        added: places among the first hop's keys, and rows of what comes back that is added there.
+        order: of what comes, in which parts count, and which has a row twice at most; or None.
+    """
+
+    parts: tuple[KeyPart, ...]
+    total: int
+    kept: list[Move]
+    start: Start
+    start_back: Start
+    added: list[tuple[slice, slice]]
     order: Tensor | None = None
 
 
@@ -46,65 +59,55 @@ class Hops:
     """Keys come to each rank, the next ones while it computes.
 
     Attributes:
-        joined: keys and values.
+        sizes: heads and columns of keys and values.
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
     """
 
-    split: Split
-    joined: Joined
+    sizes: tuple[tuple[int, int], ...]
     hops: tuple[Hop, ...]
 
-    def start(self, i: int, own: Tensor) -> tuple[Tensor, Callable]:
-        """Begin a hop; return the buffer of its keys, and what waits for them."""
-        total, _, sent, received = self.hops[i].exchange
-        buffer = self.joined.empty(own, total) if i else own
-        messages = [(rank, own[rows]) for rank, rows in sent]
-        return buffer, self.split.start(messages, [(rank, buffer[x]) for rank, x in received])
-
-    def arrivals(self, k: Tensor, v: Tensor | None) -> Iterator[tuple[int, Hop, Tensor, Callable]]:
-        """Yield each hop with its number, its keys, and what waits for them.
-        Without v, k has the keys and values of the only hop."""
-        if v is None:
-            yield 0, self.hops[0], k, lambda: None
-            return
-        own = self.joined.empty(k, self.hops[0].exchange.total)
-        for rows, places in self.hops[0].exchange.kept:
-            flat = [x[:, rows].transpose(0, 1).flatten(2) for x in (k, v)]
-            torch.cat(flat, 2, out=own[places])
-        arriving = self.start(0, own)
+    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Hop, Callable]]:
+        """Yield each hop with its number, and what returns the keys of a part."""
+        own = by_rows(k, v)
+        coming = self.hops[0].start(own)
         for i, hop in enumerate(self.hops):
-            buffer, wait = arriving
+            arrival = coming
             if i + 1 < len(self.hops):
-                arriving = self.start(i + 1, own)
+                coming = self.hops[i + 1].start(own)
             if hop.order is not None:
-                wait()
-                buffer = buffer.index_select(0, hop.order)
-            yield i, hop, buffer, wait
-            wait()
+                arrival.wait()
+                ordered = [x.index_select(0, hop.order) for x in arrival.tensors]
+                arrival.release()
+                arrival = Arrival(ordered, arrival.wait, arrival.release)
+
+            def keys_of(part: KeyPart, arrival: Arrival = arrival) -> list[Tensor]:
+                if part.own is not None:
+                    return [k[:, part.own], v[:, part.own]]
+                arrival.wait()
+                return arrival.at(part.keys)
+
+            yield i, hop, keys_of
+            arrival.release()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
-        lses = list[Tensor]()
+        lses: Any = [None] * len(self.hops[0].parts)
         total: Any = None
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        for i, hop, buffer, wait in self.arrivals(k, v):
-            for part in hop.parts:
-                if not part.is_local:
-                    wait()
-                keys, target = self.joined.views(buffer, part.keys), out[:, part.rows]
-                tensors = q[:, part.rows], *keys, None if i else target
+        for i, hop, keys_of in self.arrivals(k, v):
+            # This rank's own keys first, while others come.
+            for j, part in sorted(enumerate(hop.parts), key=lambda pair: pair[1].own is None):
+                target = out[:, part.rows]
+                tensors = q[:, part.rows], *keys_of(part), None if i else target
                 result, lse = part.forward(tensors, (None, None) if i else modifiers)
-                if total is None:
-                    lses.append(lse)
-                else:
+                if i:
                     merge_into(total[:, part.rows], lses[0][:, :, part.rows], result, lse)
+                else:
+                    lses[j] = lse
             if i == 0 and len(self.hops) > 1:
                 total = out.float()
         out = out if total is None else total.to(q.dtype)
-        whole_lse = torch.cat(lses, 2) if returns_lse else None
-        is_kept = keeps_keys(q.shape[2], k.shape[2], len(self.split.rows))
-        saved: Any = (buffer, None) if is_kept and len(self.hops) == 1 else (k, v)
-        return out, whole_lse, (q, out, *saved, *lses)
+        return out, torch.cat(lses, 2) if returns_lse else None, (q, out, k, v, *lses)
 
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
@@ -112,19 +115,18 @@ class Hops:
         """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
         q, out, k, v, *lses = saved
         finish_hop = dq = d_sinks = own = None  # type: Any
-        for i, hop, buffer, wait in self.arrivals(k, v):
+        for i, hop, keys_of in self.arrivals(k, v):
             sums, dqs, finish = list[Tensor](), dict[int, Tensor](), None
             # The last part sees most keys. Parts that see only this rank's keys run while sums go
             # back to other ranks.
-            pairs = sorted(enumerate(hop.parts), key=lambda pair: (pair[1].is_local, -pair[0]))
+            pairs = sorted(
+                enumerate(hop.parts), key=lambda pair: (pair[1].own is not None, -pair[0])
+            )
             for j, part in pairs:
                 rows = part.rows
-                if not part.is_local:
-                    wait()
-                elif finish is None:
-                    finish = self.start_back(i, sums, q)
-                keys = self.joined.views(buffer, part.keys)
-                tensors: list[Any] = [q[:, rows], *keys, out[:, rows]]
+                if part.own is not None and finish is None:
+                    finish = self.start_back(hop, sums, q)
+                tensors: list[Any] = [q[:, rows], *keys_of(part), out[:, rows]]
                 tensors += [lses[0][:, :, rows].contiguous() if i else lses[j]]
                 tensors += [None if d_out is None else d_out[:, rows]]
                 tensors += [None if d_lse is None else d_lse[:, :, rows]]
@@ -133,8 +135,8 @@ class Hops:
                 dqs[j], *dkv, more = part.backward(tensors, of_hop)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
-                add_keys(sums, dkv, part.keys, len(buffer))
-            finish = finish or self.start_back(i, sums, q)
+                add_keys(sums, dkv, part.keys, hop.total)
+            finish = finish or self.start_back(hop, sums, q)
             if i:
                 for j, part in enumerate(hop.parts):
                     dq[:, part.rows].add_(dqs[j])
@@ -145,37 +147,30 @@ class Hops:
                 dq = dq.float() if len(self.hops) > 1 else dq
             finish_hop = finish
         finish_hop(own)
-        dk, dv = (q.new_empty(*q.shape[:2], *size) for size in self.joined.sizes)
-        for rows, places in self.hops[0].exchange.kept:
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        for _, _, rows, places in self.hops[0].kept:
             for x, total in zip((dk, dv), own, strict=True):
                 x[:, rows].copy_(total[:, places])
         return dq, dk, dv, d_sinks
 
-    def start_back(self, i: int, sums: list[Tensor], q: Tensor) -> Callable:
+    def start_back(self, hop: Hop, sums: list[Tensor], q: Tensor) -> Callable:
         """Begin to exchange sums of dK and dV of a hop: other ranks' go to them, this one's come.
-        The sums become of all rows of the hop's buffer. Return what adds those that have come to
-        sums over the first hop's buffer."""
-        (total, _, sent, received), order = self.hops[i].exchange, self.hops[i].order
-        if not sums or order is not None:
+        The sums become of all keys of the hop. Return what adds those that have come to sums over
+        the first hop's keys."""
+        if not sums or hop.order is not None:
             ordered = tuple(sums)
-            sums[:] = [
-                q.new_zeros(len(q), total, *x, dtype=torch.float32) for x in self.joined.sizes
-            ]
+            total = len(q), hop.total
+            sums[:] = [q.new_zeros(*total, *x, dtype=torch.float32) for x in self.sizes]
             for x, y in zip(sums, ordered, strict=False):
-                x.index_add_(1, order, y)  # type: ignore[arg-type]
-        by_rows = [x.transpose(0, 1).contiguous() for x in sums] if received else []
-        coming = [
-            (rank, q.new_empty(rows.stop - rows.start, len(q), *size, dtype=torch.float32))
-            for rank, rows in sent
-            for size in self.joined.sizes
-        ]
-        leaving = [(rank, x[places]) for rank, places in received for x in by_rows]
-        wait = self.split.start(leaving, coming)
+                x.index_add_(1, hop.order, y)  # type: ignore[arg-type]
+        coming = hop.start_back(by_rows(*sums))
 
         def finish(own: list[Tensor]) -> None:
-            wait()
-            for j, (_, part) in enumerate(coming):
-                own[j % 2][:, sent[j // 2][1]].add_(part.transpose(0, 1))
+            coming.wait()
+            for places, rows in hop.added:
+                for total, x in zip(own, coming.at(rows), strict=True):
+                    total[:, places].add_(x)
+            coming.release()
 
         return finish
 
@@ -200,7 +195,94 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     lse.copy_(both)
 
 
-def dense_hop(chunks: Runs, rank: int, part: KeyPart) -> Hop:
+class HopMaker(NamedTuple):
+    """Makes the hops of a call on keys and values of these sizes."""
+
+    split: Split
+    part: KeyPart  # with what is asked for
+    batch: int
+    sizes: tuple[tuple[int, int], ...]  # heads and columns
+    dtype: torch.dtype
+    device: torch.device
+
+    def hop(
+        self,
+        number: int,
+        parts: Sequence[KeyPart],
+        exchange: Exchange,
+        own: list[Move],  # of the first hop: how this rank gets its own keys
+        order: Tensor | None = None,
+    ) -> Hop:
+        """Return a hop of these parts."""
+        rank, (back, away), moves = self.split.rank, exchange.back(), exchange.moves
+        if all(part.own is not None for part in parts):
+            # This rank's keys are read where they are.
+            moves = tuple(move for move in moves if move not in own)
+        named = self.split.group, self.batch, self.sizes, self.device
+        start = starting(exchange._replace(moves=moves), self.dtype, 2 * number, *named)
+        start_back = starting(back, torch.float32, 2 * number + 1, *named)
+        added = []
+        for move, home in zip(away, back.moves, strict=True):
+            for _, _, rows, places in own if move.source == rank else ():
+                if rows.start <= move.rows.start < rows.stop:
+                    after = places.start - rows.start
+                    at = slice(move.rows.start + after, move.rows.stop + after)
+                    added.append((at, home.places))
+        return Hop(tuple(parts), exchange.totals[rank], own, start, start_back, added, order)
+
+    def gather(self) -> Hops:
+        """Return a hop of this rank's chunks, each with the keys that it sees."""
+        chunks, rank = self.split.chunks, self.split.rank
+        parts, exchange = parts_of(chunks, rank, self.part)
+        return Hops(self.sizes, (self.hop(0, parts, exchange, exchange.kept(rank)),))
+
+    def packed_gather(self, ends: tuple[int, ...]) -> Hops:
+        """Return a hop of all rows, of which a rank's chunks of documents see some."""
+        (left, right), seen, split = self.part.asked.options.window, [], self.split
+        chunks = split.chunks[split.rank]
+        for i, chunk in enumerate(chunks):
+            # Each document has two chunks, of which one or both may be empty.
+            begin, end = ends[i // 2], ends[i // 2 + 1]
+            first = begin if left < 0 else max(chunk.start - left, begin)
+            seen.append(range(first, (end if right < 0 else chunk.stop) if chunk else first))
+        places = orders(split.chunks, self.device)[1]
+        order = torch.cat([places[:0], *(places[one.start : one.stop] for one in seen)])
+        lengths = packed_lengths(self.device, tuple(map(len, chunks)), tuple(map(len, seen)))
+        exchange, part = everything_of(split.rows), replace(self.part, lengths=lengths)
+        return Hops(self.sizes, (self.hop(0, [part], exchange, exchange.kept(split.rank), order),))
+
+    def ring(self) -> Hops:
+        """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
+        chunks, rank, part, hops = self.split.chunks, self.split.rank, self.part, []
+        is_causal, everything = part.asked.options.window.right == 0, Window(NO_BOUND, NO_BOUND)
+        own: list[Move] = []
+        for step in range(len(chunks)):
+
+            def seen_by(chunk: range, target: int = rank, step: int = step) -> tuple[range, ...]:
+                held = chunks[target - step]
+                if not (step and is_causal):
+                    return held
+                return tuple(keys for keys in held if keys.start < chunk.start)
+
+            wanted = []
+            for target, held in enumerate(chunks):
+                # The last chunk with rows sees most.
+                last = list(filter(len, held))[-1:]
+                wanted.append(together(keys for chunk in last for keys in seen_by(chunk, target)))
+            exchange, parts, end = exchange_of(chunks, tuple(wanted)), [], 0
+            if not step:
+                own = exchange.kept(rank)
+                # A rank's chunks are in order, so a causal mask is right inside of them.
+                parts = [part.at(ALL, ALL, part.asked.options.window, own=ALL)]
+            for seen, group in groupby(chunks[rank] if step else (), seen_by):
+                begin, end = end, end + sum(map(len, group))
+                if begin < end and (count := sum(map(len, seen))):
+                    parts.append(part.at(slice(begin, end), slice(0, count), everything))
+            hops.append(self.hop(step, parts, exchange, own))
+        return Hops(self.sizes, tuple(hops))
+
+
+def parts_of(chunks: Runs, rank: int, part: KeyPart) -> tuple[list[KeyPart], Exchange]:
     """Return a rank's chunks, each with the keys that it sees, and how ranks get them.
     Bottom-right alignment puts the chunk's last query at the last of the keys. Where keys after the
     chunk are seen, the window makes up for it."""
@@ -216,58 +298,14 @@ def dense_hop(chunks: Runs, rank: int, part: KeyPart) -> Hop:
     for held in chunks:
         seen = list(filter(len, map(seen_by, held))) or [range(0)]
         wanted.append((range(min(x.start for x in seen), max(x.stop for x in seen)),))
-    own, first, parts = together(chunks[rank]), wanted[rank][0].start, []
+    runs, first, parts = with_begins(together(chunks[rank])), wanted[rank][0].start, []
     for chunk, begin in with_begins(chunks[rank]):
-        keys = seen_by(chunk)
+        keys, own = seen_by(chunk), None
         after = max(keys.stop - chunk.stop, 0)
         moved = Window(left if left < 0 else left + after, right if right < 0 else right - after)
-        is_local = any(keys.start in run and keys.stop <= run.stop for run in own)
+        for run, row in runs:
+            if run.start <= keys.start and keys.stop <= run.stop:
+                own = slice(keys.start - run.start + row, keys.stop - run.start + row)
         places = slice(keys.start - first, keys.stop - first) if keys else slice(0, 0)
-        rows = slice(begin, begin + len(chunk))
-        parts.append(part.at(rows, places, moved, is_local=is_local))
-    return Hop(tuple(parts), exchange_of(chunks, tuple(wanted), rank, is_placed=True))
-
-
-def ring_hops(chunks: Runs, rank: int, part: KeyPart) -> tuple[Hop, ...]:
-    """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
-    is_causal, everything = part.asked.options.window.right == 0, Window(NO_BOUND, NO_BOUND)
-    # A rank's chunks are in order, so a causal mask is right inside of them.
-    parts, hops = [replace(part, is_local=True)], []
-    for step in range(len(chunks)):
-
-        def seen_by(chunk: range, target: int = rank, step: int = step) -> tuple[range, ...]:
-            held = chunks[target - step]
-            if not (step and is_causal):
-                return held
-            return tuple(keys for keys in held if keys.start < chunk.start)
-
-        wanted = []
-        for target, held in enumerate(chunks):
-            # The last chunk with rows sees most.
-            last = list(filter(len, held))[-1:]
-            wanted.append(together(keys for chunk in last for keys in seen_by(chunk, target)))
-        if step:
-            parts, end = [], 0
-            for seen, group in groupby(chunks[rank], seen_by):
-                begin, end = end, end + sum(map(len, group))
-                if begin < end and (count := sum(map(len, seen))):
-                    parts.append(part.at(slice(begin, end), slice(0, count), everything))
-        hops.append(Hop(tuple(parts), exchange_of(chunks, tuple(wanted), rank)))
-    return tuple(hops)
-
-
-def packed_hop(split: Split, part: KeyPart, ends: tuple[int, ...], device: torch.device) -> Hop:
-    """Return all rows, of which a rank's chunks of documents see some."""
-    (left, right), rows = part.asked.options.window, []
-    chunks = split.chunks[split.rank]
-    for i, chunk in enumerate(chunks):
-        # Each document has two chunks, of which one or both may be empty.
-        begin, end = ends[i // 2], ends[i // 2 + 1]
-        first = begin if left < 0 else max(chunk.start - left, begin)
-        rows.append(range(first, (end if right < 0 else chunk.stop) if chunk else first))
-    places = orders(split.chunks, device)[1]
-    order = torch.cat([places[:0], *(places[one.start : one.stop] for one in rows)])
-    lengths = packed_lengths(device, tuple(map(len, chunks)), tuple(map(len, rows)))
-    return Hop(
-        (replace(part, lengths=lengths),), everything_of(split.rows, split.rank, True), order
-    )
+        parts.append(part.at(slice(begin, begin + len(chunk)), places, moved, own))
+    return parts, exchange_of(chunks, tuple(wanted))

@@ -8,50 +8,56 @@ from typing import NamedTuple
 Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 
 
-class RowExchange(NamedTuple):
-    """Where rows get to; their gradients go back the same way."""
+class Move(NamedTuple):
+    """Neighbouring rows of a rank that get to neighbouring places of a rank, perhaps the same."""
 
-    total: int  # rows that the rank has in the end
-    kept: tuple[tuple[slice, slice], ...]  # rows of the rank, and their places
-    sent: tuple[tuple[int, slice], ...]  # other ranks, and rows for them, or their places
-    received: tuple[tuple[int, slice], ...]  # other ranks, and places for their rows
+    source: int
+    target: int
+    rows: slice
+    places: slice
 
 
-def keeps_keys(heads_q: int, heads_kv: int, num_ranks: int) -> bool:
-    """Whether gathered keys stay for the backward pass.
-    Then they take no more memory than q and out, of which each rank has its part."""
-    return heads_kv * num_ranks <= heads_q
+class Exchange(NamedTuple):
+    """How all ranks get rows."""
+
+    totals: tuple[int, ...]  # rows that each rank has in the end
+    moves: tuple[Move, ...]
+
+    def kept(self, rank: int) -> list[Move]:
+        """Return what a rank has itself."""
+        return [move for move in self.moves if move.source == rank == move.target]
+
+    def back(self) -> tuple["Exchange", tuple[Move, ...]]:
+        """Return how gradients of rows go back to other ranks, and the moves that brought the rows.
+        A rank gets them one after another, in the order of these moves."""
+        ends, moves = [0] * len(self.totals), []
+        away = tuple(move for move in self.moves if move.source != move.target)
+        for source, target, rows, places in away:
+            begin = ends[source]
+            ends[source] += rows.stop - rows.start
+            moves.append(Move(target, source, places, slice(begin, ends[source])))
+        return Exchange(tuple(ends), tuple(moves)), away
 
 
 @functools.lru_cache(maxsize=64)
-def exchange_of(chunks: Runs, wanted: Runs, rank: int, is_placed: bool = False) -> RowExchange:
-    """Return how a rank gets the rows that it wants: all of its own rows, or none of them.
-    If they are placed, ranks send rows from where they have put them among those that they want."""
-    kept, sent, received = [], [], []
+def exchange_of(chunks: Runs, wanted: Runs) -> Exchange:
+    """Return how ranks that have these chunks get the rows that they want."""
+    moves = []
     for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
         for (chunk, row), (run, place) in product(with_begins(together(held)), with_begins(runs)):
             first, last = max(chunk.start, run.start), min(chunk.stop, run.stop)
-            if first >= last or rank not in (source, target):
-                continue
-            rows = slice(first - chunk.start + row, last - chunk.start + row)
-            places = slice(first - run.start + place, last - run.start + place)
-            if source == target:
-                kept.append((rows, places))
-            elif target == rank:
-                received.append((source, places))
-            elif is_placed:
-                begin = wanted[rank][0].start
-                sent.append((target, slice(first - begin, last - begin)))
-            else:
-                sent.append((target, rows))
-    return RowExchange(sum(map(len, wanted[rank])), tuple(kept), tuple(sent), tuple(received))
+            if first < last:
+                rows = slice(first - chunk.start + row, last - chunk.start + row)
+                places = slice(first - run.start + place, last - run.start + place)
+                moves.append(Move(source, target, rows, places))
+    return Exchange(tuple(sum(map(len, runs)) for runs in wanted), tuple(moves))
 
 
-def everything_of(rows: tuple[int, ...], rank: int, is_placed: bool) -> RowExchange:
-    """Return how a rank gets all rows, one rank's after another's, if the ranks have so many."""
+def everything_of(rows: tuple[int, ...]) -> Exchange:
+    """Return how each rank gets all rows, one rank's after another's, if they have so many."""
     ends = list(accumulate(rows, initial=0))
     each = tuple((range(*pair),) for pair in pairwise(ends))
-    return exchange_of(each, ((range(ends[-1]),),) * len(rows), rank, is_placed)
+    return exchange_of(each, ((range(ends[-1]),),) * len(rows))
 
 
 def together(runs: Iterable[range]) -> tuple[range, ...]:

@@ -8,7 +8,6 @@ import torch
 
 from fa3.calls.options import as_pair, check_window
 from fa3.distributed.layouts import SequenceLayout, chunks_of
-from fa3.distributed.pieces import keeps_keys
 from fa3.problem import NO_BOUND, Window
 
 AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
@@ -83,8 +82,6 @@ def plan(
         if name == "ulysses":
             shares = (sum(pairs) // num_ranks,) * num_ranks
             received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
-        if name == "gather" and keeps_keys(heads_q, heads_kv, num_ranks):
-            received = kv * others, 2 * kv * others
         tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
         compute = tuple(x / tflops * 1e6 for x in tflop)
         exposed = tuple(x * 2**20 / gbps / 1e3 for x in received)
