@@ -4,6 +4,7 @@ On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with
 """
 
 import ctypes
+import functools
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -72,18 +73,14 @@ PACKED_CALLS = [
     if not (method == "gather" and name in NO_PACKED_GATHER)
 ]
 FEW_KERNELS = "causal", "window", "sinks"
-"""Options that are enough on GPUs, where each is several kernels to compile, and on one rank."""
+"""Options that are enough on GPUs, where each is several kernels to compile."""
 
 
 def cases(layouts, calls):
-    """Parametrize a test with all calls on the CPU, and with few of them on two GPUs."""
-    sized = [(size, layouts[0]) for size in SIZES] + [(NUM_RANKS, one) for one in layouts[1:]]
-    rows = [
-        ("cpu", *pair, *one)
-        for pair in sized
-        for one in calls
-        if pair[0] > 1 or one[1] in FEW_KERNELS
-    ]
+    """Parametrize a test with all calls on groups of the CPU in turn, and with few on two GPUs."""
+    groups = list(product(SIZES[:0:-1], layouts))
+    rows = [("cpu", *groups[i % len(groups)], *one) for i, one in enumerate(calls)]
+    rows += [("cpu", 1, layouts[0], *one) for one in calls if one[1] == "sinks"]
     rows += [("cuda", 2, layouts[0], *one) for one in calls if one[1] in FEW_KERNELS]
     marked = [
         pytest.param(
@@ -140,17 +137,25 @@ def both_passes(function, q, k, v, d_out, d_lse, sinks, options):
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), inputs, (d_out, d_lse))
 
 
+@functools.cache
+def in_one_process(device, shape, options, ends):
+    """Return operands, and the results of one process with options, pairs of names and values.
+    With ends, of packed sequences."""
+    operands = [x.to(device) for x in operands_of(*shape)]
+    if ends == (0,):
+        return operands, both_passes(fa3.flash_attn_func, *operands, dict(options))
+    operands = [x[0] for x in operands[:5]] + operands[5:]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    named = {f"cu_seqlens_{x}": cu_seqlens for x in "qk"} | {f"max_seqlen_{x}": 41 for x in "qk"}
+    return operands, both_passes(fa3.flash_attn_varlen_func, *operands, dict(options) | named)
+
+
 def compare(group, layout, method, shape, options, knows_length=False):
     """Return the largest difference from one process of each result, over its largest value."""
-    operands = [x.to(device_of(group)) for x in operands_of(*shape)]
-    dim, named = 1, {}
-    function, over_ranks = fa3.flash_attn_func, flash_attn_func
-    if layout.cu_seqlens != (0,):
-        operands = [x[0] for x in operands[:5]] + operands[5:]
-        ends = torch.tensor(layout.cu_seqlens, dtype=torch.int32, device=device_of(group))
-        named = {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": 41 for x in "qk"}
-        dim, function, over_ranks = 0, fa3.flash_attn_varlen_func, flash_attn_varlen_func
-    expected = list(both_passes(function, *operands, options | named))
+    ends = layout.cu_seqlens
+    operands, results = in_one_process(device_of(group), shape, tuple(options.items()), ends)
+    dim, over_ranks = (1, flash_attn_func) if ends == (0,) else (0, flash_attn_varlen_func)
+    expected = list(results)
     for i, (x, at) in enumerate(zip(expected[:5], (0, 1, 0, 0, 0), strict=True)):
         expected[i] = layout.shard(x, dim + at, group)
     *split, sinks = operands
@@ -234,15 +239,15 @@ def test_errors_are_a_process_s(ranks, method, most):
     assert max(ratios[:2]) <= most and max(ratios[2:]) <= 1.05, ratios
 
 
-@pytest.mark.parametrize("seqlen", [1, 5, 16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method, seqlen", [("gather", 1), ("ring", 5), ("ulysses", 1), ("gather", 5), ("ring", 1)]
+)
 def test_any_length_will_do(ranks, method, seqlen):
     for errors in ranks.run(ranks.count, compare, zigzag, method, (1, seqlen, 2), {"causal": True}):
         assert max(errors) < 0.02, errors
 
 
-@pytest.mark.parametrize("heads_kv", [1, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method, heads_kv", [("gather", 1), ("ring", 4), ("ulysses", 1)])
 def test_ranks_may_be_more_than_key_value_heads(ranks, method, heads_kv):
     for errors in ranks.run(ranks.count, compare, zigzag, method, (1, 24, heads_kv), {}):
         assert max(errors) < 0.02, errors
@@ -284,7 +289,7 @@ def decode(group):
     return [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[1:])
 def test_keys_of_a_cache_may_be_split(ranks, size):
     for errors in ranks.run(size, decode):
         assert errors[0] < 0.02 and errors[1] < 0.01, errors

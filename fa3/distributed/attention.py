@@ -1,5 +1,6 @@
 """`fa3.distributed.flash_attn_func` and `flash_attn_varlen_func`: checks, agreement, autograd."""
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from fa3.calls.backward import wants_gradient
 from fa3.calls.call import describe_tensors
+from fa3.calls.latest import FastPath
 from fa3.calls.modifiers import check_alibi_slopes, check_sinks
 from fa3.calls.operands import Operand, check_same_kind
 from fa3.calls.options import (
@@ -112,7 +114,14 @@ def flash_attn_varlen_func(
 
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
+WITH_GRADIENT = 0, 1, 2, 4  # places of those that may have one
 SIGNATURE = inspect.signature(flash_attn_func)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def latest_call(*_: object) -> FastPath[Hops | Ulysses]:
+    """Return what is remembered of the latest call with these options."""
+    return FastPath()
 
 
 @torch._disable_dynamo  # which torch.compiler.disable is, but imported when it is called
@@ -124,32 +133,48 @@ def attend_over_ranks(
     if is_packed:
         tensors = {name: named[name] for name in "qkv" if isinstance(named[name], torch.Tensor)}
         named |= {name: x[None] for name, x in tensors.items()}
+    q, k, v, slopes, sinks = operands = tuple([named[name] for name in OPERANDS])
+    # The first call of NCCL hangs if a rank has nothing to send.
+    compares = seqlen is None or seqlen < 2 * group.size()
+    latest, method = None, None
+    if not compares:
+        with contextlib.suppress(TypeError):  # of values that cannot be looked up
+            asked = [named[name] for name in named if name not in OPERANDS]
+            latest = latest_call(group, seqlen, is_packed, torch.is_grad_enabled(), *asked)
+            method, _ = latest.find(operands)
+    if method is None:
+        method = method_of(named, group, seqlen, is_packed, compares)
+        if latest is not None:
+            latest.remember(operands, (16,) * len(operands), (), method, WITH_GRADIENT)
+    modifiers, returns_lse = (slopes, sinks), named["return_lse"]
+    if wants_gradient(q, k, v, sinks):
+        run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
+        run_back = functools.partial(method.backward, modifiers)
+        out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
+    else:
+        out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
+    if is_packed:
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if returns_lse else out
+
+
+def method_of(
+    named: dict[str, Any], group: dist.ProcessGroup, seqlen: Any, is_packed: bool, compares: bool
+) -> Hops | Ulysses:
+    """Check a call, on all ranks if they compare it; return what computes it."""
     error: Exception | None = None
     try:
         call = checked(named, group.size(), is_packed)
-    except Exception as wrong:  # the other ranks wait for this one
+    except Exception as wrong:  # the other ranks may wait for this one
         error = wrong
-    # The first call of NCCL hangs if a rank has nothing to send.
-    if seqlen is None or seqlen < 2 * group.size():
+    if compares:
         asked = {name: without_rows(value) for name, value in named.items()}
         seqlen = agree_on_rows(
             named["layout"], group, 0 if error else named["q"].shape[1], asked, error
         )
     elif error is not None:
         raise error
-    method = prepare(call, seqlen, group)
-    q, k, v, slopes, sinks = (named[name] for name in OPERANDS)
-    modifiers, returns_lse = (slopes, sinks), named["return_lse"]
-    if call[1].has_gradient:
-        run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
-        run_back = functools.partial(method.backward, modifiers)
-        out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
-    else:
-        with torch.no_grad():
-            out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
-    if is_packed:
-        out, lse = out[0], None if lse is None else lse[0]
-    return (out, lse) if returns_lse else out
+    return prepare(call, seqlen, group)
 
 
 def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
