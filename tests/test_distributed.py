@@ -708,7 +708,7 @@ class SharedMemory:
     """Mailboxes of ranks in one process, whose copies are made at once."""
 
     def __init__(self, patch, count):
-        self.count, self.rank, self.buffers = count, 0, {}
+        self.count, self.rank_now, self.buffers = count, 0, {}
         for name in ("Event", "Stream", "stream", "current_stream"):
             patch.setattr(torch.cuda, name, lambda *_: MagicMock())
         patch.setattr(transfer, "shares_memory", lambda group: True)
@@ -721,13 +721,16 @@ class SharedMemory:
     def size(self):
         return self.count
 
+    def rank(self):
+        return self.rank_now
+
     def mailbox(self, group, number, size):
         boxes = self.buffers.setdefault(
             number, [torch.zeros(size, dtype=torch.uint8) for _ in range(self.count)]
         )
         pointers = [x.data_ptr() for x in boxes]
         handle = MagicMock(buffer_ptrs=pointers, signal_pad_ptrs=[0] * self.count, world_size=1)
-        return transfer.Mailbox(self.rank, boxes[self.rank], handle, 0, MagicMock())
+        return transfer.Mailbox(self.rank_now, boxes[self.rank_now], handle, 0, MagicMock())
 
     def cuStreamWriteValue32(self, *_):
         return (driver.CUresult.CUDA_SUCCESS,)
@@ -750,26 +753,27 @@ class SharedMemory:
 @pytest.mark.parametrize("count, batch", [(1, 1), (2, 1), (2, 3), (4, 2)])
 def test_copy_engines_bring_rows(monkeypatch, count, batch, by_heads):
     group = SharedMemory(monkeypatch, count)
-    group_rank = SimpleNamespace(rank=lambda: group.rank, size=group.size)
     chunks = zigzag.chunks(29, count)
     exchange = parts_of(chunks, 0, KeyPart(Asked(Options(Window(-1, 0)), None, False, False)))[1]
     if by_heads:
         exchange = exchange_of(chunks, ((range(29),),) * count)
     sizes = ((4, 8), (8, 4))
-    named = (1, group_rank, batch, sizes, torch.device("cuda"))
-    starts, sent = [], []
-    for group.rank in range(count):
-        rows = sum(map(len, chunks[group.rank]))
-        one = transfer.Transfer(
-            exchange, torch.bfloat16, *named, **({by_heads: True} if by_heads else {})
-        )
-        starts.append(transfer.ByCopies.of(one))
-        sent.append([seeded(rows, batch, *x, seed=group.rank) for x in sizes])
-    arrivals = [start.start(x) for start, x in zip(starts, sent, strict=True)]
-    for rank, arrival in enumerate(arrivals):
-        arrival.wait()
-        for move in exchange.moves:
-            if move.target == rank:
-                for x, y in zip(sent[move.source], arrival.tensors, strict=True):
-                    assert torch.equal(one.coming(y, move), one.leaving(x, move))
-        arrival.release()
+    named = exchange, torch.bfloat16, 1, group, batch, sizes, torch.device("cuda")
+    by_heads = {by_heads: True} if by_heads else {}
+    transfers, sent = [], []
+    for group.rank_now in range(count):
+        transfers.append(transfer.Copies(*named, **by_heads))
+        rows = sum(map(len, chunks[group.rank_now]))
+        sent.append([seeded(rows, batch, *x, seed=group.rank_now) for x in sizes])
+    for one, x in zip(transfers, sent, strict=True):
+        one.start(x)
+    for one in transfers:
+        one.wait()
+        for source, target, rows, places in exchange.moves:
+            if one.rank != target:
+                continue
+            for x, y in zip(sent[source], one.tensors, strict=True):
+                leaving = transfer.share(x[rows], count, target, one.leaves_by_heads)
+                coming = transfer.share(y[places], count, source, one.comes_by_heads)
+                assert torch.equal(leaving, coming)
+        one.release()

@@ -253,10 +253,10 @@ def prepare(call: tuple, seqlen: int, group: dist.ProcessGroup) -> Hops | Ulysse
         method = plan(layout, *sizes, **named).method
     part, dtype = KeyPart(asked), described[0].dtype
     ends = layout.cu_seqlens if asked.options.kind == PACKED else ()
-    sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
+    of_kv = (heads_kv, columns), (heads_kv, columns_v)
     if method == "ulysses":
-        return ulysses_of(split, part, ends, batch, sizes, dtype, device)
-    make = HopMaker(split, part, batch, sizes[1:], dtype, device)
+        return ulysses_of(split, part, ends, batch, ((heads, columns), *of_kv), dtype, device)
+    make = HopMaker(split, part, batch, of_kv, dtype, device)
     if method == "ring":
         return make.ring()
     return make.packed_gather(ends) if ends else make.gather()

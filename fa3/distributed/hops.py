@@ -29,7 +29,7 @@ from fa3.distributed.pieces import (
     together,
     with_begins,
 )
-from fa3.distributed.transfer import Arrival, Start, by_rows, starting
+from fa3.distributed.transfer import Transfer, by_rows, transfer_of
 from fa3.problem import NO_BOUND, Window
 
 
@@ -40,7 +40,7 @@ class Hop:
     Attributes:
         parts: in the order of the rows.
         total: keys; kept: those that are this rank's.
-        start, start_back: begin to get keys, and to return their gradients.
+        coming, going: bring keys here, and gradients back.
         added: places among the first hop's keys, and rows of what comes back that is added there.
         order: of what comes, in which parts count, and which has a row twice at most; or None.
     """
@@ -48,8 +48,8 @@ class Hop:
     parts: tuple[KeyPart, ...]
     total: int
     kept: list[Move]
-    start: Start
-    start_back: Start
+    coming: Transfer
+    going: Transfer
     added: list[tuple[slice, slice]]
     order: Tensor | None = None
 
@@ -68,26 +68,24 @@ class Hops:
 
     def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Hop, Callable]]:
         """Yield each hop with its number, and what returns the keys of a part."""
-        own = by_rows(k, v)
-        coming = self.hops[0].start(own)
-        for i, hop in enumerate(self.hops):
-            arrival = coming
-            if i + 1 < len(self.hops):
-                coming = self.hops[i + 1].start(own)
+        own, hops = by_rows(k, v), self.hops
+        hops[0].coming.start(own)
+        for i, hop in enumerate(hops):
+            if i + 1 < len(hops):
+                hops[i + 1].coming.start(own)
+            ordered = None
             if hop.order is not None:
-                arrival.wait()
-                ordered = [x.index_select(0, hop.order) for x in arrival.tensors]
-                arrival.release()
-                arrival = Arrival(ordered, arrival.wait, arrival.release)
+                hop.coming.wait()
+                ordered = [x.index_select(0, hop.order).transpose(0, 1) for x in hop.coming.tensors]
 
-            def keys_of(part: KeyPart, arrival: Arrival = arrival) -> list[Tensor]:
+            def keys_of(part: KeyPart, hop: Hop = hop, ordered: Any = ordered) -> list[Tensor]:
                 if part.own is not None:
                     return [k[:, part.own], v[:, part.own]]
-                arrival.wait()
-                return arrival.at(part.keys)
+                hop.coming.wait()
+                return ordered or hop.coming.at(part.keys)
 
             yield i, hop, keys_of
-            arrival.release()
+            hop.coming.release()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
@@ -163,14 +161,14 @@ class Hops:
             sums[:] = [q.new_zeros(*total, *x, dtype=torch.float32) for x in self.sizes]
             for x, y in zip(sums, ordered, strict=False):
                 x.index_add_(1, hop.order, y)  # type: ignore[arg-type]
-        coming = hop.start_back(by_rows(*sums))
+        hop.going.start(by_rows(*sums))
 
         def finish(own: list[Tensor]) -> None:
-            coming.wait()
+            hop.going.wait()
             for places, rows in hop.added:
-                for total, x in zip(own, coming.at(rows), strict=True):
+                for total, x in zip(own, hop.going.at(rows), strict=True):
                     total[:, places].add_(x)
-            coming.release()
+            hop.going.release()
 
         return finish
 
@@ -219,8 +217,8 @@ class HopMaker(NamedTuple):
             # This rank's keys are read where they are.
             moves = tuple(move for move in moves if move not in own)
         named = self.split.group, self.batch, self.sizes, self.device
-        start = starting(exchange._replace(moves=moves), self.dtype, 2 * number, *named)
-        start_back = starting(back, torch.float32, 2 * number + 1, *named)
+        coming = transfer_of(exchange._replace(moves=moves), self.dtype, 2 * number, *named)
+        going = transfer_of(back, torch.float32, 2 * number + 1, *named)
         added = []
         for move, home in zip(away, back.moves, strict=True):
             for _, _, rows, places in own if move.source == rank else ():
@@ -228,7 +226,7 @@ class HopMaker(NamedTuple):
                     after = places.start - rows.start
                     at = slice(move.rows.start + after, move.rows.stop + after)
                     added.append((at, home.places))
-        return Hop(tuple(parts), exchange.totals[rank], own, start, start_back, added, order)
+        return Hop(tuple(parts), exchange.totals[rank], own, coming, going, added, order)
 
     def gather(self) -> Hops:
         """Return a hop of this rank's chunks, each with the keys that it sees."""

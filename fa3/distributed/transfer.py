@@ -8,7 +8,8 @@ ranks send and receive through `torch.distributed`.
 import functools
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,32 +18,24 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
-from fa3.distributed.pieces import Exchange, Move
+from fa3.distributed.pieces import Exchange
 from fa3.running.graphs import capture_of, current_stream, succeeded
 
 CAME, READ = 0, 1
 """Channels of a mailbox: rows have come, and they have been read."""
 
 
-class Arrival(NamedTuple):
-    """Rows that come to this rank."""
+@dataclass
+class Transfer:
+    """An exchange of tensors with so many heads and columns, again and again.
 
-    tensors: Sequence[Tensor]  # (rows, batch, heads, columns)
-    wait: Callable[[], None]  # before they are read
-    release: Callable[[], None]  # after they are read
-
-    def at(self, rows: slice) -> list[Tensor]:
-        """Return some rows, (batch, rows, heads, columns)."""
-        return [x[rows].transpose(0, 1) for x in self.tensors]
-
-
-class Transfer(NamedTuple):
-    """An exchange of tensors with so many heads and columns.
+    Here ranks send each other messages.
 
     Attributes:
-        number: that no other transfer of a call has.
+        number: that no other transfer has, unless this one is over before that begins.
         sizes: heads and columns of each tensor that leaves.
         leaves_by_heads: each rank gets a share of the heads; comes_by_heads: from each rank.
+        tensors: what comes, (rows, batch, heads, columns), after it has begun.
     """
 
     exchange: Exchange
@@ -50,10 +43,14 @@ class Transfer(NamedTuple):
     number: int
     group: dist.ProcessGroup
     batch: int
-    sizes: tuple[tuple[int, int], ...]
+    sizes: Sequence[tuple[int, int]]
     device: torch.device
     leaves_by_heads: bool = False
     comes_by_heads: bool = False
+
+    def __post_init__(self) -> None:
+        self.rank, self.tensors = self.group.rank(), list[Tensor]()
+        self.works, self.kept = list[Any](), list[Any]()
 
     def shapes(self, total: int) -> list[tuple[int, int, int, int]]:
         """Return the shapes of what comes, with so many rows."""
@@ -61,26 +58,63 @@ class Transfer(NamedTuple):
         up, down = (count if self.comes_by_heads else 1), (count if self.leaves_by_heads else 1)
         return [(total, self.batch, heads * up // down, columns) for heads, columns in self.sizes]
 
-    def leaving(self, x: Tensor, move: Move) -> Tensor:
-        """Return what of a tensor leaves."""
-        return share(x[move.rows], self.group.size(), move.target, self.leaves_by_heads)
+    def at(self, rows: slice) -> list[Tensor]:
+        """Return some rows of what has come, (batch, rows, heads, columns)."""
+        return [x[rows].transpose(0, 1) for x in self.tensors]
 
-    def coming(self, x: Tensor, move: Move) -> Tensor:
-        """Return where it gets to."""
-        return share(x[move.places], self.group.size(), move.source, self.comes_by_heads)
+    def start(self, tensors: Sequence[Tensor]) -> "Transfer":
+        """Begin, with tensors (rows, batch, heads, columns), contiguous."""
+        count, rank, device = self.group.size(), self.rank, self.device
+        sent, received = [], []
+        shapes = self.shapes(self.exchange.totals[rank])
+        self.tensors = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+        for source, target, rows, places in self.exchange.moves:
+            for x, y in zip(tensors, self.tensors, strict=True):
+                leaving = share(x[rows], count, target, self.leaves_by_heads)
+                place = share(y[places], count, source, self.comes_by_heads)
+                if rank == source == target:
+                    place.copy_(leaving)
+                elif rank == source:
+                    sent.append((target, leaving.contiguous()))
+                elif rank == target:
+                    coming = place if place.is_contiguous() else place.new_empty(place.shape)
+                    received.append((source, coming))
+                    self.kept.append((place, coming))
+        if sent or received:
+            # Torch's functions for this cost the host several times as much.
+            group, is_batch = self.group, self.group._get_backend(device).supports_coalescing
+            if is_batch:
+                group._start_coalescing(device)
+            self.works = [group.send([x], other, 0) for other, x in sent]
+            self.works += [group.recv([x], other, 0) for other, x in received]
+            if is_batch:
+                self.works = [group._end_coalescing(device)]
+        # Until the end nothing else may have the memory of what is sent.
+        self.kept.append((None, sent))
+        return self
+
+    def wait(self) -> None:
+        """Wait for what comes, before it is read."""
+        while self.works:
+            self.works.pop().wait()
+        while self.kept:
+            place, coming = self.kept.pop()
+            if place is not None and place is not coming:
+                place.copy_(coming)
+
+    def release(self) -> None:
+        """End it, after what has come is read."""
+        self.wait()
+        self.tensors = []
 
 
-Start = Callable[[Sequence[Tensor]], Arrival]
-"""Begins a transfer of tensors (rows, batch, heads, columns), contiguous."""
-
-
-def starting(*named: Any, **by_heads: bool) -> Start:
-    """Return what begins a `Transfer`. All ranks must call it."""
+def transfer_of(*named: Any, **by_heads: Any) -> Transfer:
+    """Return what begins a transfer; all ranks must call it."""
     transfer = Transfer(*named, **by_heads)
     between_ranks = any(move.source != move.target for move in transfer.exchange.moves)
     if between_ranks and transfer.device.type == "cuda" and shares_memory(transfer.group):
-        return ByCopies.of(transfer).start
-    return functools.partial(start_messages, transfer)
+        return Copies(*named, **by_heads)
+    return transfer
 
 
 def by_rows(*tensors: Tensor) -> list[Tensor]:
@@ -91,47 +125,6 @@ def by_rows(*tensors: Tensor) -> list[Tensor]:
 def share(x: Tensor, count: int, index: int, by_heads: bool) -> Tensor:
     """Return one of so many shares of the heads; all of them unless it goes by heads."""
     return x.unflatten(2, (count, -1))[:, :, index] if by_heads else x
-
-
-def start_messages(transfer: Transfer, tensors: Sequence[Tensor]) -> Arrival:
-    """Begin to send and receive by torch.distributed."""
-    group, rank = transfer.group, transfer.group.rank()
-    total, moves = transfer.exchange.totals[rank], transfer.exchange.moves
-    arrived = [tensors[0].new_empty(shape) for shape in transfer.shapes(total)]
-    sent, received, copies = [], [], []
-    for move in moves:
-        for x, y in zip(tensors, arrived, strict=True):
-            if rank == move.source == move.target:
-                transfer.coming(y, move).copy_(transfer.leaving(x, move))
-            elif rank == move.source:
-                sent.append((move.target, transfer.leaving(x, move).contiguous()))
-            elif rank == move.target:
-                place = buffer = transfer.coming(y, move)
-                if not place.is_contiguous():
-                    buffer = torch.empty(place.shape, dtype=y.dtype, device=y.device)
-                    copies.append((place, buffer))
-                received.append((move.source, buffer))
-    works: list[Any] = []
-    if sent or received:
-        # Torch's functions for this cost the host several times as much.
-        backend = group._get_backend(transfer.device)
-        if backend.supports_coalescing:
-            group._start_coalescing(transfer.device)
-        works = [group.send([x], other, 0) for other, x in sent]
-        works += [group.recv([x], other, 0) for other, x in received]
-        if backend.supports_coalescing:
-            works = [group._end_coalescing(transfer.device)]
-
-    def wait() -> None:
-        while works:
-            works.pop().wait()
-        # Until here nothing else may have the memory of what is sent.
-        sent.clear()
-        while copies:
-            place, buffer = copies.pop()
-            place.copy_(buffer)
-
-    return Arrival(arrived, wait, wait)
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,74 +176,64 @@ class Mailbox(NamedTuple):
         succeeded(driver.cuStreamWriteValue32(stream, word, 1, 0))
 
 
+Copy = tuple[int, int, Any]
+"""The number of a tensor, an offset in it, and what is copied from there."""
+
+
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's copies to others."""
     return torch.cuda.Stream(device)
 
 
-Copy = Callable[[int, int], None]
-"""Copies from an address, on a stream."""
-
-
-class ByCopies(NamedTuple):
-    """A transfer by copy engines.
+class Copies(Transfer):
+    """A transfer by copy engines, into memory that ranks share.
 
     Attributes:
-        tensors: of the mailbox, where rows come.
-        leaving, staying: to other ranks and in this one: numbers of tensors, and copies of them.
+        leaving, staying: to other ranks and in this one: numbers of tensors, offsets, and copies.
+        targets, sources, others: ranks that get rows from this one, that rows come from, and all.
         begun, ended: on the stream of the copies.
     """
 
-    mailbox: Mailbox
-    tensors: list[Tensor]
-    leaving: list[tuple[int, Copy]]
-    staying: list[tuple[int, Copy]]
-    targets: list[int]
-    sources: list[int]
-    others: list[int]
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event
-
-    @classmethod
-    def of(cls, transfer: Transfer) -> "ByCopies":
-        """Prepare a transfer; all ranks must."""
-        exchange, rank, item = transfer.exchange, transfer.group.rank(), transfer.dtype.itemsize
-        shapes = transfer.shapes(max(exchange.totals))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        exchange, rank, item, count = (
+            self.exchange,
+            self.rank,
+            self.dtype.itemsize,
+            self.group.size(),
+        )
+        shapes = self.shapes(max(exchange.totals))
         sizes = [item * math.prod(shape) for shape in shapes]
         ends = list(accumulate([-(-size // 256) * 256 for size in sizes], initial=0))
-        mailbox = Mailbox.of(
-            transfer.group, transfer.number, 1 << max(ends[-1] - 1, 0).bit_length()
-        )
-        tensors, copies, count = [], list[tuple[Move, int, Copy]](), transfer.group.size()
+        self.mailbox = Mailbox.of(self.group, self.number, 1 << max(ends[-1] - 1, 0).bit_length())
+        self.begun, self.ended = torch.cuda.Event(), torch.cuda.Event()
+        self.leaving, self.staying = list[Copy](), list[Copy]()
         for i, (begin, shape) in enumerate(zip(ends, shapes, strict=False)):
-            place = mailbox.buffer[begin : begin + sizes[i]].view(transfer.dtype).view(shape)
-            tensors.append(place[: exchange.totals[rank]])
-            pitch = item * math.prod(transfer.sizes[i])
-            width = pitch // count if transfer.leaves_by_heads else pitch
+            place = self.mailbox.buffer[begin : begin + sizes[i]].view(self.dtype).view(shape)
+            self.tensors.append(place[: exchange.totals[rank]])
+            step = item * math.prod(self.sizes[i])
+            width = step // count if self.leaves_by_heads else step
+            step_there = width * count if self.comes_by_heads else width
             for move in exchange.moves:
-                if move.source == rank:
-                    target = begin + mailbox.handle.buffer_ptrs[move.target]
-                    steps = pitch, width * count if transfer.comes_by_heads else width
-                    source = move.rows.start * transfer.batch * pitch
-                    source += move.target * width if transfer.leaves_by_heads else 0
-                    target += move.places.start * transfer.batch * steps[1]
-                    target += rank * width if transfer.comes_by_heads else 0
-                    rows = (move.rows.stop - move.rows.start) * transfer.batch
-                    copies.append((move, i, copy_of(source, target, rows, width, steps)))
-        return cls(
-            mailbox, tensors,
-            [(i, copy) for move, i, copy in copies if move.target != rank],
-            [(i, copy) for move, i, copy in copies if move.target == rank],
-            sorted({move.target for move in exchange.moves if move.source == rank} - {rank}),
-            sorted({move.source for move in exchange.moves if move.target == rank} - {rank}),
-            [other for other in range(count) if other != rank],
-            torch.cuda.Event(), torch.cuda.Event(),
-        )  # fmt: skip
+                if move.source != rank:
+                    continue
+                source = move.rows.start * self.batch * step
+                source += move.target * width if self.leaves_by_heads else 0
+                target = begin + self.mailbox.handle.buffer_ptrs[move.target]
+                target += move.places.start * self.batch * step_there
+                target += rank * width if self.comes_by_heads else 0
+                rows = (move.rows.stop - move.rows.start) * self.batch
+                copies = self.staying if move.target == rank else self.leaving
+                copies.append((i, source, rows_copied(target, rows, width, step, step_there)))
+        moves = [move for move in exchange.moves if move.source != move.target]
+        self.targets = sorted({move.target for move in moves if move.source == rank})
+        self.sources = sorted({move.source for move in moves if move.target == rank})
+        self.others = [other for other in range(count) if other != rank]
 
-    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+    def start(self, tensors: Sequence[Tensor]) -> "Transfer":
         """Begin to copy, after what the current stream does now."""
-        (_, buffer, handle, timeout, side), kept = self.mailbox, [tensors]
+        (_, buffer, handle, timeout, side), self.kept = self.mailbox, [tensors]
         stream, begins = current_stream(buffer.device.index), [x.data_ptr() for x in tensors]
         if (capture := capture_of(stream)) is not None:
             capture.keep(buffer)
@@ -259,51 +242,45 @@ class ByCopies(NamedTuple):
             side.wait_event(self.begun)
             for other in self.others:
                 handle.wait_signal(other, READ, timeout)
-            for i, copy in self.leaving:
-                copy(begins[i], side.cuda_stream)
+            run(self.leaving, begins, side.cuda_stream)
             for target in self.targets:
                 self.mailbox.say(side.cuda_stream, target, CAME)
             self.ended.record()
-        for i, copy in self.staying:
-            copy(begins[i], stream)
-        awaited = list(self.sources)
+        run(self.staying, begins, stream)
+        self.works = list(self.sources)
+        return self
 
-        def wait() -> None:
-            while awaited:
-                handle.wait_signal(awaited.pop(), CAME, timeout)
+    def wait(self) -> None:
+        """Wait for what comes, before it is read."""
+        while self.works:
+            self.mailbox.handle.wait_signal(self.works.pop(), CAME, self.mailbox.timeout_ms)
 
-        def release() -> None:
-            if kept:
-                wait()
-                torch.cuda.current_stream().wait_event(self.ended)
-                for other in self.others:
-                    self.mailbox.say(stream, other, READ)
-                # Until here nothing else may have the memory of what is sent.
-                kept.clear()
-
-        return Arrival(self.tensors, wait, release)
+    def release(self) -> None:
+        """End it, after what has come is read."""
+        self.wait()
+        if self.kept:
+            torch.cuda.current_stream().wait_event(self.ended)
+            for other in self.others:
+                self.mailbox.say(current_stream(self.device.index), other, READ)
+        self.kept = []
 
 
-def copy_of(source: int, target: int, rows: int, width: int, steps: tuple[int, int]) -> Copy:
-    """Return a copy of rows of so many bytes, from an offset to an address.
-    Steps are from row to row, of the source and of the target."""
-    if steps == (width, width):
-
-        def copy(begin: int, stream: int) -> None:
-            succeeded(driver.cuMemcpyAsync(target, begin + source, width * rows, stream))
-
-        return copy
-    on_device = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    named = {
-        "srcMemoryType": on_device, "dstMemoryType": on_device, "WidthInBytes": width,
-        "Height": rows, "srcPitch": steps[0], "dstPitch": steps[1], "dstDevice": target,
-    }  # fmt: skip
-    copy_2d = driver.CUDA_MEMCPY2D()
-    for name, value in named.items():
-        setattr(copy_2d, name, value)
-
-    def copy(begin: int, stream: int) -> None:
-        copy_2d.srcDevice = begin + source
-        succeeded(driver.cuMemcpy2DAsync(copy_2d, stream))
-
+def rows_copied(target: int, rows: int, width: int, step: int, step_there: int) -> Any:
+    """Return a copy of rows of so many bytes to an address, without the source.
+    Steps are from row to row."""
+    copy, on_device = driver.CUDA_MEMCPY2D(), driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcMemoryType = copy.dstMemoryType = on_device
+    copy.WidthInBytes, copy.Height = width, rows
+    copy.dstDevice, copy.srcPitch, copy.dstPitch = target, step, step_there
     return copy
+
+
+def run(copies: list[Copy], begins: list[int], stream: int) -> None:
+    """Copy from tensors that begin there."""
+    for i, offset, copy in copies:
+        if copy.srcPitch == copy.WidthInBytes == copy.dstPitch:
+            size = copy.WidthInBytes * copy.Height
+            succeeded(driver.cuMemcpyAsync(copy.dstDevice, begins[i] + offset, size, stream))
+        else:
+            copy.srcDevice = begins[i] + offset
+            succeeded(driver.cuMemcpy2DAsync(copy, stream))
