@@ -8,7 +8,7 @@ ranks send and receive through `torch.distributed`.
 import functools
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,6 +23,9 @@ from fa3.running.graphs import capture_of, current_stream, succeeded
 
 CAME, READ = 0, 1
 """Channels of a mailbox: rows have come, and they have been read."""
+
+FEW_BYTES = 1 << 26
+"""Up to here there are two mailboxes in turn: the next rows come while others are still read."""
 
 
 @dataclass
@@ -176,10 +179,6 @@ class Mailbox(NamedTuple):
         succeeded(driver.cuStreamWriteValue32(stream, word, 1, 0))
 
 
-Copy = tuple[int, int, Any]
-"""The number of a tensor, an offset in it, and what is copied from there."""
-
-
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's copies to others."""
@@ -190,49 +189,59 @@ class Copies(Transfer):
     """A transfer by copy engines, into memory that ranks share.
 
     Attributes:
-        leaving, staying: to other ranks and in this one: numbers of tensors, offsets, and copies.
+        turns: mailboxes that take turns, each with its tensors, and with copies to other ranks and
+            in this one.
         targets, sources, others: ranks that get rows from this one, that rows come from, and all.
         begun, ended: on the stream of the copies.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        exchange, rank, item, count = (
-            self.exchange,
-            self.rank,
-            self.dtype.itemsize,
-            self.group.size(),
-        )
+        exchange, rank, item = self.exchange, self.rank, self.dtype.itemsize
         shapes = self.shapes(max(exchange.totals))
         sizes = [item * math.prod(shape) for shape in shapes]
         ends = list(accumulate([-(-size // 256) * 256 for size in sizes], initial=0))
-        self.mailbox = Mailbox.of(self.group, self.number, 1 << max(ends[-1] - 1, 0).bit_length())
-        self.begun, self.ended = torch.cuda.Event(), torch.cuda.Event()
-        self.leaving, self.staying = list[Copy](), list[Copy]()
-        for i, (begin, shape) in enumerate(zip(ends, shapes, strict=False)):
-            place = self.mailbox.buffer[begin : begin + sizes[i]].view(self.dtype).view(shape)
-            self.tensors.append(place[: exchange.totals[rank]])
-            step = item * math.prod(self.sizes[i])
-            width = step // count if self.leaves_by_heads else step
-            step_there = width * count if self.comes_by_heads else width
-            for move in exchange.moves:
-                if move.source != rank:
-                    continue
-                source = move.rows.start * self.batch * step
-                source += move.target * width if self.leaves_by_heads else 0
-                target = begin + self.mailbox.handle.buffer_ptrs[move.target]
-                target += move.places.start * self.batch * step_there
-                target += rank * width if self.comes_by_heads else 0
-                rows = (move.rows.stop - move.rows.start) * self.batch
-                copies = self.staying if move.target == rank else self.leaving
-                copies.append((i, source, rows_copied(target, rows, width, step, step_there)))
+        size = 1 << max(ends[-1] - 1, 0).bit_length()
+        self.begun, self.ended, self.turns = torch.cuda.Event(), torch.cuda.Event(), []
+        for turn in range(2 if size <= FEW_BYTES else 1):
+            mailbox = Mailbox.of(self.group, 2 * self.number + turn, size)
+            tensors = [
+                mailbox.buffer[begin : begin + size].view(self.dtype).view(shape)
+                for begin, size, shape in zip(ends, sizes, shapes, strict=False)
+            ]
+            copies = list(self.copies(mailbox, ends))
+            self.turns.append((
+                mailbox, [x[: exchange.totals[rank]] for x in tensors],
+                [copy for target, *copy in copies if target != rank],
+                [copy for target, *copy in copies if target == rank],
+            ))  # fmt: skip
         moves = [move for move in exchange.moves if move.source != move.target]
         self.targets = sorted({move.target for move in moves if move.source == rank})
         self.sources = sorted({move.source for move in moves if move.target == rank})
-        self.others = [other for other in range(count) if other != rank]
+        self.others = [other for other in range(self.group.size()) if other != rank]
+
+    def copies(self, mailbox: Mailbox, begins: list[int]) -> Iterator[tuple[int, int, int, Any]]:
+        """Yield this rank's copies: the target, the number of a tensor, an offset in it, a copy."""
+        count, rank, item = self.group.size(), self.rank, self.dtype.itemsize
+        for i, (heads, columns) in enumerate(self.sizes):
+            step = item * heads * columns
+            width = step // count if self.leaves_by_heads else step
+            step_there = width * count if self.comes_by_heads else width
+            for move in self.exchange.moves:
+                if move.source == rank:
+                    source = move.rows.start * self.batch * step
+                    source += move.target * width if self.leaves_by_heads else 0
+                    target = begins[i] + mailbox.handle.buffer_ptrs[move.target]
+                    target += move.places.start * self.batch * step_there
+                    target += rank * width if self.comes_by_heads else 0
+                    rows = (move.rows.stop - move.rows.start) * self.batch
+                    copy = rows_copied(target, rows, width, step, step_there)
+                    yield move.target, i, source, copy
 
     def start(self, tensors: Sequence[Tensor]) -> "Transfer":
         """Begin to copy, after what the current stream does now."""
+        self.turns.append(self.turns.pop(0))
+        self.mailbox, self.tensors, leaving, staying = self.turns[0]
         (_, buffer, handle, timeout, side), self.kept = self.mailbox, [tensors]
         stream, begins = current_stream(buffer.device.index), [x.data_ptr() for x in tensors]
         if (capture := capture_of(stream)) is not None:
@@ -242,11 +251,11 @@ class Copies(Transfer):
             side.wait_event(self.begun)
             for other in self.others:
                 handle.wait_signal(other, READ, timeout)
-            run(self.leaving, begins, side.cuda_stream)
+            run(leaving, begins, side.cuda_stream)
             for target in self.targets:
                 self.mailbox.say(side.cuda_stream, target, CAME)
             self.ended.record()
-        run(self.staying, begins, stream)
+        run(staying, begins, stream)
         self.works = list(self.sources)
         return self
 
@@ -275,7 +284,7 @@ def rows_copied(target: int, rows: int, width: int, step: int, step_there: int) 
     return copy
 
 
-def run(copies: list[Copy], begins: list[int], stream: int) -> None:
+def run(copies: list[list], begins: list[int], stream: int) -> None:
     """Copy from tensors that begin there."""
     for i, offset, copy in copies:
         if copy.srcPitch == copy.WidthInBytes == copy.dstPitch:
