@@ -26,7 +26,7 @@ Lengths = tuple[Tensor, Tensor, tuple[int, int]]
 
 ALL = slice(None)
 
-MARGIN = 2
+WAITING_SMS = 2
 """SMs that a part leaves while rows are under way: kernels that wait for a word have one each."""
 
 
@@ -62,7 +62,7 @@ class KeyPart:
         """Return a part of these rows and keys that is as here in all else."""
         options = self.asked.options._replace(window=window)
         if own is not None:
-            options = options._replace(sm_margin=max(options.sm_margin, MARGIN))
+            options = options._replace(sm_margin=max(options.sm_margin, WAITING_SMS))
         asked = self.asked._replace(options=options)
         return replace(self, asked=asked, rows=rows, keys=keys, own=own)
 

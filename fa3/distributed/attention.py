@@ -114,12 +114,12 @@ def flash_attn_varlen_func(
 
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
-WITH_GRADIENT = 0, 1, 2, 4  # places of those that may have one
+MAY_HAVE_GRADIENT = 0, 1, 2, 4  # places of those that may have one
 SIGNATURE = inspect.signature(flash_attn_func)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def latest_call(*_: object) -> FastPath[Hops | Ulysses]:
+def latest_over_ranks(*_: object) -> FastPath[Hops | Ulysses]:
     """Return what is remembered of the latest call with these options."""
     return FastPath()
 
@@ -140,12 +140,12 @@ def attend_over_ranks(
     if not compares:
         with contextlib.suppress(TypeError):  # of values that cannot be looked up
             asked = [named[name] for name in named if name not in OPERANDS]
-            latest = latest_call(group, seqlen, is_packed, torch.is_grad_enabled(), *asked)
+            latest = latest_over_ranks(group, seqlen, is_packed, torch.is_grad_enabled(), *asked)
             method, _ = latest.find(operands)
     if method is None:
         method = method_of(named, group, seqlen, is_packed, compares)
         if latest is not None:
-            latest.remember(operands, (16,) * len(operands), (), method, WITH_GRADIENT)
+            latest.remember(operands, (16,) * len(operands), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
     if wants_gradient(q, k, v, sinks):
         run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731

@@ -1,8 +1,7 @@
 """Gather and ring: keys come to each rank, in one hop or in several.
 
 gather: each rank gets the keys that its rows see. A chunk of queries attends to the keys up to the
-last one it sees, which bottom-right alignment puts in their places. Where they are small, keys stay
-for the backward pass. dK and dV go back in float32.
+last one it sees, which bottom-right alignment puts in their places. dK and dV go back in float32.
 ring: the same, but from a rank at a time, while it attends to the keys of the one before. Partial
 outputs are merged in float32 by their log-sum-exps.
 
@@ -21,8 +20,8 @@ from torch import Tensor
 from fa3.distributed.alone import ALL, FourGradients, KeyPart, packed_lengths
 from fa3.distributed.exchange import Split, orders
 from fa3.distributed.pieces import (
-    Exchange,
     Move,
+    RowExchange,
     Runs,
     everything_of,
     exchange_of,
@@ -207,7 +206,7 @@ class HopMaker(NamedTuple):
         self,
         number: int,
         parts: Sequence[KeyPart],
-        exchange: Exchange,
+        exchange: RowExchange,
         own: list[Move],  # of the first hop: how this rank gets its own keys
         order: Tensor | None = None,
     ) -> Hop:
@@ -280,7 +279,7 @@ class HopMaker(NamedTuple):
         return Hops(self.sizes, tuple(hops))
 
 
-def parts_of(chunks: Runs, rank: int, part: KeyPart) -> tuple[list[KeyPart], Exchange]:
+def parts_of(chunks: Runs, rank: int, part: KeyPart) -> tuple[list[KeyPart], RowExchange]:
     """Return a rank's chunks, each with the keys that it sees, and how ranks get them.
     Bottom-right alignment puts the chunk's last query at the last of the keys. Where keys after the
     chunk are seen, the window makes up for it."""

@@ -17,7 +17,7 @@ class Move(NamedTuple):
     places: slice
 
 
-class Exchange(NamedTuple):
+class RowExchange(NamedTuple):
     """How all ranks get rows."""
 
     totals: tuple[int, ...]  # rows that each rank has in the end
@@ -27,7 +27,7 @@ class Exchange(NamedTuple):
         """Return what a rank has itself."""
         return [move for move in self.moves if move.source == rank == move.target]
 
-    def back(self) -> tuple["Exchange", tuple[Move, ...]]:
+    def back(self) -> tuple["RowExchange", tuple[Move, ...]]:
         """Return how gradients of rows go back to other ranks, and the moves that brought the rows.
         A rank gets them one after another, in the order of these moves."""
         ends, moves = [0] * len(self.totals), []
@@ -36,11 +36,11 @@ class Exchange(NamedTuple):
             begin = ends[source]
             ends[source] += rows.stop - rows.start
             moves.append(Move(target, source, places, slice(begin, ends[source])))
-        return Exchange(tuple(ends), tuple(moves)), away
+        return RowExchange(tuple(ends), tuple(moves)), away
 
 
 @functools.lru_cache(maxsize=64)
-def exchange_of(chunks: Runs, wanted: Runs) -> Exchange:
+def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
     """Return how ranks that have these chunks get the rows that they want."""
     moves = []
     for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
@@ -50,10 +50,10 @@ def exchange_of(chunks: Runs, wanted: Runs) -> Exchange:
                 rows = slice(first - chunk.start + row, last - chunk.start + row)
                 places = slice(first - run.start + place, last - run.start + place)
                 moves.append(Move(source, target, rows, places))
-    return Exchange(tuple(sum(map(len, runs)) for runs in wanted), tuple(moves))
+    return RowExchange(tuple(sum(map(len, runs)) for runs in wanted), tuple(moves))
 
 
-def everything_of(rows: tuple[int, ...]) -> Exchange:
+def everything_of(rows: tuple[int, ...]) -> RowExchange:
     """Return how each rank gets all rows, one rank's after another's, if they have so many."""
     ends = list(accumulate(rows, initial=0))
     each = tuple((range(*pair),) for pair in pairwise(ends))

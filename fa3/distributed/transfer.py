@@ -18,14 +18,14 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
-from fa3.distributed.pieces import Exchange
+from fa3.distributed.pieces import RowExchange
 from fa3.running.graphs import capture_of, current_stream, succeeded
 
 CAME, READ = 0, 1
-"""Channels of a mailbox: rows have come, and they have been read."""
+"""Channels of a inbox: rows have come, and they have been read."""
 
 FEW_BYTES = 1 << 26
-"""Up to here there are two mailboxes in turn: the next rows come while others are still read."""
+"""Up to here there are two inboxes in turn: the next rows come while others are still read."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Transfer:
         tensors: what comes, (rows, batch, heads, columns), after it has begun.
     """
 
-    exchange: Exchange
+    exchange: RowExchange
     dtype: torch.dtype
     number: int
     group: dist.ProcessGroup
@@ -73,8 +73,8 @@ class Transfer:
         self.tensors = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
         for source, target, rows, places in self.exchange.moves:
             for x, y in zip(tensors, self.tensors, strict=True):
-                leaving = share(x[rows], count, target, self.leaves_by_heads)
-                place = share(y[places], count, source, self.comes_by_heads)
+                leaving = share_of(x[rows], count, target, self.leaves_by_heads)
+                place = share_of(y[places], count, source, self.comes_by_heads)
                 if rank == source == target:
                     place.copy_(leaving)
                 elif rank == source:
@@ -125,7 +125,7 @@ def by_rows(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1).contiguous() for x in tensors]
 
 
-def share(x: Tensor, count: int, index: int, by_heads: bool) -> Tensor:
+def share_of(x: Tensor, count: int, index: int, by_heads: bool) -> Tensor:
     """Return one of so many shares of the heads; all of them unless it goes by heads."""
     return x.unflatten(2, (count, -1))[:, :, index] if by_heads else x
 
@@ -138,14 +138,14 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
     worked = len(set(hosts)) == 1
     if worked:
         try:
-            Mailbox.of(group, 0, 0)
+            Inbox.of(group, 0, 0)
         except RuntimeError:
             worked = False
         dist.all_gather_object(hosts, worked, group)
     return worked and all(hosts)
 
 
-class Mailbox(NamedTuple):
+class Inbox(NamedTuple):
     """Memory of this rank that the others write to, with words that say what has come."""
 
     rank: int
@@ -155,8 +155,8 @@ class Mailbox(NamedTuple):
     stream: torch.cuda.Stream  # of copies
 
     @classmethod
-    @functools.lru_cache(maxsize=64)
-    def of(cls, group: dist.ProcessGroup, number: int, size: int) -> "Mailbox":
+    @functools.cache  # on all ranks alike: sizes are powers of two, so they are few
+    def of(cls, group: dist.ProcessGroup, number: int, size: int) -> "Inbox":
         """Make one of at least so many bytes; transfers of one number and size share it."""
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -165,12 +165,12 @@ class Mailbox(NamedTuple):
         handle = symmetric.rendezvous(buffer, group.group_name)
         timeout = group._get_backend(device).options._timeout
         milliseconds = int(timeout.total_seconds() * 1000)
-        mailbox = cls(rank, buffer, handle, milliseconds, stream_of(device))
+        inbox = cls(rank, buffer, handle, milliseconds, stream_of(device))
         for other in range(group.size()):
-            mailbox.say(current_stream(device.index), rank, READ, other)
+            inbox.say(current_stream(device.index), rank, READ, other)
         torch.cuda.synchronize(device)
         dist.barrier(group)
-        return mailbox
+        return inbox
 
     def say(self, stream: int, to: int, channel: int, source: int | None = None) -> None:
         """Write a word that a rank waits for, of this rank or another source."""
@@ -189,38 +189,39 @@ class Copies(Transfer):
     """A transfer by copy engines, into memory that ranks share.
 
     Attributes:
-        turns: mailboxes that take turns, each with its tensors, and with copies to other ranks and
+        turns: inboxes that take turns, each with its tensors, and with copies to other ranks and
             in this one.
-        targets, sources, others: ranks that get rows from this one, that rows come from, and all.
+        others: all other ranks. Two words go each way between any two ranks, with rows or without:
+            no rank says one again before the other has heard it.
         begun, ended: on the stream of the copies.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    turns: Sequence = ()
+
+    def prepare(self) -> None:
+        """Get what the attributes are; all ranks must."""
         exchange, rank, item = self.exchange, self.rank, self.dtype.itemsize
         shapes = self.shapes(max(exchange.totals))
         sizes = [item * math.prod(shape) for shape in shapes]
         ends = list(accumulate([-(-size // 256) * 256 for size in sizes], initial=0))
         size = 1 << max(ends[-1] - 1, 0).bit_length()
-        self.begun, self.ended, self.turns = torch.cuda.Event(), torch.cuda.Event(), []
+        self.begun, self.ended, turns = torch.cuda.Event(), torch.cuda.Event(), []
         for turn in range(2 if size <= FEW_BYTES else 1):
-            mailbox = Mailbox.of(self.group, 2 * self.number + turn, size)
+            inbox = Inbox.of(self.group, 2 * self.number + turn, size)
             tensors = [
-                mailbox.buffer[begin : begin + size].view(self.dtype).view(shape)
+                inbox.buffer[begin : begin + size].view(self.dtype).view(shape)
                 for begin, size, shape in zip(ends, sizes, shapes, strict=False)
             ]
-            copies = list(self.copies(mailbox, ends))
-            self.turns.append((
-                mailbox, [x[: exchange.totals[rank]] for x in tensors],
+            copies = list(self.copies(inbox, ends))
+            turns.append((
+                inbox, [x[: exchange.totals[rank]] for x in tensors],
                 [copy for target, *copy in copies if target != rank],
                 [copy for target, *copy in copies if target == rank],
             ))  # fmt: skip
-        moves = [move for move in exchange.moves if move.source != move.target]
-        self.targets = sorted({move.target for move in moves if move.source == rank})
-        self.sources = sorted({move.source for move in moves if move.target == rank})
+        self.turns = turns
         self.others = [other for other in range(self.group.size()) if other != rank]
 
-    def copies(self, mailbox: Mailbox, begins: list[int]) -> Iterator[tuple[int, int, int, Any]]:
+    def copies(self, inbox: Inbox, begins: list[int]) -> Iterator[tuple[int, int, int, Any]]:
         """Yield this rank's copies: the target, the number of a tensor, an offset in it, a copy."""
         count, rank, item = self.group.size(), self.rank, self.dtype.itemsize
         for i, (heads, columns) in enumerate(self.sizes):
@@ -231,7 +232,7 @@ class Copies(Transfer):
                 if move.source == rank:
                     source = move.rows.start * self.batch * step
                     source += move.target * width if self.leaves_by_heads else 0
-                    target = begins[i] + mailbox.handle.buffer_ptrs[move.target]
+                    target = begins[i] + inbox.handle.buffer_ptrs[move.target]
                     target += move.places.start * self.batch * step_there
                     target += rank * width if self.comes_by_heads else 0
                     rows = (move.rows.stop - move.rows.start) * self.batch
@@ -240,9 +241,11 @@ class Copies(Transfer):
 
     def start(self, tensors: Sequence[Tensor]) -> "Transfer":
         """Begin to copy, after what the current stream does now."""
-        self.turns.append(self.turns.pop(0))
-        self.mailbox, self.tensors, leaving, staying = self.turns[0]
-        (_, buffer, handle, timeout, side), self.kept = self.mailbox, [tensors]
+        if not self.turns:
+            self.prepare()
+        self.turns = self.turns[::-1]
+        self.inbox, self.tensors, leaving, staying = self.turns[0]
+        (_, buffer, handle, timeout, side), self.kept = self.inbox, [tensors]
         stream, begins = current_stream(buffer.device.index), [x.data_ptr() for x in tensors]
         if (capture := capture_of(stream)) is not None:
             capture.keep(buffer)
@@ -251,18 +254,18 @@ class Copies(Transfer):
             side.wait_event(self.begun)
             for other in self.others:
                 handle.wait_signal(other, READ, timeout)
-            run(leaving, begins, side.cuda_stream)
-            for target in self.targets:
-                self.mailbox.say(side.cuda_stream, target, CAME)
+            copy_all(leaving, begins, side.cuda_stream)
+            for other in self.others:
+                self.inbox.say(side.cuda_stream, other, CAME)
             self.ended.record()
-        run(staying, begins, stream)
-        self.works = list(self.sources)
+        copy_all(staying, begins, stream)
+        self.works = list(self.others)
         return self
 
     def wait(self) -> None:
         """Wait for what comes, before it is read."""
         while self.works:
-            self.mailbox.handle.wait_signal(self.works.pop(), CAME, self.mailbox.timeout_ms)
+            self.inbox.handle.wait_signal(self.works.pop(), CAME, self.inbox.timeout_ms)
 
     def release(self) -> None:
         """End it, after what has come is read."""
@@ -270,7 +273,7 @@ class Copies(Transfer):
         if self.kept:
             torch.cuda.current_stream().wait_event(self.ended)
             for other in self.others:
-                self.mailbox.say(current_stream(self.device.index), other, READ)
+                self.inbox.say(current_stream(self.device.index), other, READ)
         self.kept = []
 
 
@@ -284,7 +287,7 @@ def rows_copied(target: int, rows: int, width: int, step: int, step_there: int) 
     return copy
 
 
-def run(copies: list[list], begins: list[int], stream: int) -> None:
+def copy_all(copies: list[list], begins: list[int], stream: int) -> None:
     """Copy from tensors that begin there."""
     for i, offset, copy in copies:
         if copy.srcPitch == copy.WidthInBytes == copy.dstPitch:

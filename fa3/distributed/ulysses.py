@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa3.distributed.alone import FourGradients, KeyPart, packed_lengths
 from fa3.distributed.exchange import Split, orders
-from fa3.distributed.pieces import Exchange, Move, everything_of, exchange_of
+from fa3.distributed.pieces import Move, RowExchange, everything_of, exchange_of
 from fa3.distributed.transfer import Transfer, by_rows, transfer_of
 
 
@@ -116,7 +116,7 @@ def ulysses_of(
     every = (range(sum(split.rows)),)
     there = everything_of(split.rows) if ends else exchange_of(split.chunks, (every,) * count)
     moves = [Move(target, source, at, rows) for source, target, rows, at in there.moves]
-    here, fp32 = Exchange(split.rows, tuple(moves)), torch.float32
+    here, fp32 = RowExchange(split.rows, tuple(moves)), torch.float32
     group = split.group, batch
     to_heads = {
         "qkv": (dtype, 0, whole[:3]), "d_out": (dtype, 1, whole[3:4]), "d_lse": (fp32, 2, whole[4:])
