@@ -326,8 +326,8 @@ OPTIONS = [
     *(
         row
         for calls, names in FLAGS
-        for row in each(calls, names, TYPE, "must be a bool, got {}", ("no", "'no'"), (1, "1$"),
-                        (0.0, "0.0"), (None, "None$"), ([], "list"), (ONE == 1, "Tensor"))
+        for row in each(calls, names, TYPE, "must be a bool, got {}", ("no", "'no'"), (1, "1"),
+                        (0.0, "0.0"), (None, "None"), ([], "list"), (ONE == 1, "Tensor"))
     ),
     *(
         row

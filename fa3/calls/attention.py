@@ -56,16 +56,14 @@ from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     CACHED,
     DENSE,
-    FROM_FLASH_ATTENTION_2,
+    NOTE_ON_ORDER,
     PACKED,
     PAGED,
-    VARLEN_FROM_FLASH_ATTENTION_2,
     Options,
     by_either_name,
     check_hashable,
     check_scale,
     integer,
-    note_on_order,
     options_of,
     share_heads,
 )
@@ -514,8 +512,7 @@ def describe_call(
     """
     kind, used_q, names = options.kind, tensors[USED_Q], function_names(options)
     if kind == PACKED and not (used_q is None or isinstance(used_q, torch.Tensor)):
-        came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
-        raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
+        raise TypeError(f"seqused_q must be a torch.Tensor, got {kind_of(used_q)}{NOTE_ON_ORDER}")
     described = describe_tensors(kind, tensors, names)
     call = of_any_lengths(prepare_call, described, options)
     for place in (OUT, K, V) if call.append is not None else (OUT,):
@@ -557,7 +554,7 @@ def run_call(
         except AttributeError:
             describe_tensors(kind, tensors)  # says what is no tensor
             raise
-    everything, of_flash_attention_2 = tensors, softmax_scale
+    everything = tensors
     if not (score is mask is None):
         describe("q", q, ALIGNMENT, bool(with_gradient))
         functions, read = functions_of(q, score, mask)
@@ -565,7 +562,6 @@ def run_call(
     if kind in MUST_SAY_LONGEST:
         longest_q = integer("max_seqlen_q", longest_q, 0)
         longest_k = integer("max_seqlen_k", longest_k, 0)
-        of_flash_attention_2 = tensors[USED_Q]
     if metadata is not None:
         check_metadata(metadata)
     if kind == PACKED:
@@ -573,7 +569,7 @@ def run_call(
         bounds, longest_q = (longest_q, longest_k), None
     rest = has_gradient, functions, longest_q, metadata, schedule, plan
     options, returns_lse, deterministic, dropout_p, latest = options_of(
-        kind, of_flash_attention_2, window_size, passed, rest
+        kind, window_size, passed, rest
     )
     call, begins = latest.find(everything)
     if call is None or (kind == PACKED and not have_one_batch(tensors)):
@@ -588,7 +584,7 @@ def run_call(
         call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
     scale, dropout = call.scale, None
     if softmax_scale is not None:
-        scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
+        scale = check_scale(softmax_scale, q.shape[-1])
     if dropout_p or rng_state is not None:
         dropout = dropout_of(dropout_p, rng_state, q)
     if length is None:

@@ -27,7 +27,6 @@ from fa3.planning.backward import (
     launch_of_packed,
     shares_of_packed,
 )
-from fa3.planning.launch import Launch
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import (
@@ -49,14 +48,6 @@ class PreparedBackward(NamedTuple):
     layout: BufferLayout  # of the buffer that the kernels share
     tile_m: int  # queries of a tile
     dkv_dtype: torch.dtype | None  # dtype of dK and dV; the dtype of K and V if None
-
-    @classmethod
-    def of(
-        cls, kernels: BackwardKernels, launch: Launch, layout: BufferLayout
-    ) -> "PreparedBackward":
-        """Load the kernels."""
-        dtype = torch.float32 if kernels.writes_fp32 else None
-        return cls(Prepared.of([launch]), layout, kernels.config.tile_m, dtype)
 
     def launch(
         self,
@@ -88,13 +79,13 @@ class PreparedBackward(NamedTuple):
         self.prepared.run(values)
         if not wants_sinks:
             return Gradients(dq, dk, dv, None)
-        statistics = natural_statistics(*self.statistics(buffer, lse), dropout)
+        statistics = self.statistics(buffer, lse, dropout)
         return Gradients(dq, dk, dv, gradient_of_sinks(tensors[-1], *statistics))
 
     def statistics(
-        self, buffer: torch.Tensor, lse: torch.Tensor
+        self, buffer: torch.Tensor, lse: torch.Tensor, dropout: Dropout | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The statistics of whole tiles, (batch, heads, rows) in any order of the rows.
+        """Log-sum-exps and deltas of whole tiles, (batch, heads, rows) in any order of the rows.
 
         The log-sum-exp is infinite where a row sees no key or is no query.
 
@@ -103,45 +94,37 @@ class PreparedBackward(NamedTuple):
             lse: of the call, (batch, heads, seqlen_q), or (heads, total_q) of packed sequences.
         """
         batch, heads = lse.shape[:-1] if lse.dim() == 3 else (1, lse.shape[0])
-        statistics = buffer[: self.layout.dq_at]
-        tiles = statistics.view(batch, heads, -1, STATISTICS, self.tile_m)
+        tiles = buffer[: self.layout.dq_at].view(batch, heads, -1, STATISTICS, self.tile_m)
         lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
-        return lse, delta
+        lse, kept = lse * math.log(2.0), 1.0 if dropout is None else dropout.kept
+        return lse - math.log(kept), delta / kept
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_backward(
-    problem: Problem, is_ordered: bool, num_sms: int, writes_fp32: bool
+    problem: Problem | tuple[AttentionSpec, Window],
+    rows: PackedRows | None,  # of packed sequences
+    has_used: tuple[bool, bool],
+    is_ordered: bool,
+    num_sms: int,
+    writes_fp32: bool,
 ) -> PreparedBackward:
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
-    plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
-    return PreparedBackward.of(plan.kernels, plan.launch(num_sms), plan.layout)
+    if rows is None:
+        plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
+        kernels, launch, layout = plan.kernels, plan.launch(num_sms), plan.layout
+    else:
+        spec, window = problem
+        shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
+        splits = writes_fp32 or shares.parts > 1
+        kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
+        launch, layout = launch_of_packed(kernels, window, rows, shares, num_sms)
+    dtype = torch.float32 if writes_fp32 else None
+    return PreparedBackward(Prepared.of([launch]), layout, kernels.config.tile_m, dtype)
 
 
 kernels_for_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
 """Remembered: the object keeps its constants. Loaded kernels are looked up for each new size."""
-
-
-RECENT_SIZES = 16
-"""Sizes of packed sequences that are remembered: the layers of a step have the same ones."""
-
-
-@functools.lru_cache(maxsize=RECENT_SIZES)
-def prepare_packed(
-    problem: tuple[AttentionSpec, Window],
-    rows: PackedRows,
-    is_ordered: bool,
-    num_sms: int,
-    has_used: tuple[bool, bool],
-    writes_fp32: bool,
-) -> PreparedBackward:
-    """Plan the backward pass of packed sequences and load its kernels."""
-    spec, window = problem
-    shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
-    splits = writes_fp32 or shares.parts > 1
-    kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
-    launch, layout = launch_of_packed(kernels, window, rows, shares, num_sms)
-    return PreparedBackward.of(kernels, launch, layout)
 
 
 class BackwardCall(NamedTuple):
@@ -204,15 +187,14 @@ class BackwardCall(NamedTuple):
         """What is launched on a GPU; there are queries, and keys."""
         q, k, *_ = operands
         num_sms = min(self.num_sms, gpu_of(q.device).num_sms)
-        if lengths is None:
-            return prepare_backward(self.problem, self.deterministic, num_sms, wanted.fp32_dkv)
-        (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
-        longest_q = min(self.longest[0], total_q)
-        has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-        return prepare_packed(
-            self.problem, PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
-            self.deterministic, num_sms, has_used, wanted.fp32_dkv,
-        )  # fmt: skip
+        rows, has_used = None, (False, False)
+        if lengths is not None:
+            (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
+            longest_q = min(self.longest[0], total_q)
+            rows = PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv)
+            has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
+        options = self.deterministic, num_sms, wanted.fp32_dkv
+        return prepare_backward(self.problem, rows, has_used, *options)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,14 +206,6 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     for stride in tensor.stride()[:-1]:
         is_fit = is_fit and stride > 0 and stride % unit == 0
     return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def natural_statistics(
-    lse: torch.Tensor, delta: torch.Tensor, dropout: Dropout | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exps, natural logarithm, and deltas from the kernels' statistics."""
-    lse = lse * math.log(2.0)
-    return (lse, delta) if dropout is None else (lse - math.log(dropout.kept), delta / dropout.kept)
 
 
 def without_keys(

@@ -22,28 +22,11 @@ DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
 CACHED, PAGED = "flash_attn_with_kvcache", "flash_attn_varlen_func with page_table"
 """The kinds of calls: the public functions, and packed queries with keys on pages."""
 
-FROM_FLASH_ATTENTION_2 = (
-    ". If it was passed by position: the fourth and fifth argument are softmax_scale and causal, "
-    "as in FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale. Pass them by name"
+NOTE_ON_ORDER = (
+    ". If it was passed by position: arguments have the order of FlashAttention-3, with "
+    "softmax_scale and causal, not FlashAttention-2's dropout_p. Pass them by name"
 )
-
-VARLEN_FROM_FLASH_ATTENTION_2 = (
-    ". If it was passed by position: the eighth to eleventh argument are seqused_q, seqused_k, "
-    "softmax_scale and causal, as in FlashAttention-3; FlashAttention-2's are dropout_p, "
-    "softmax_scale, causal and window_size. Pass them by name"
-)
-
-
-def note_on_order(of_flash_attention_2: object, note: str) -> str:
-    """The note, if a call may have FlashAttention-2's order of arguments.
-
-    Args:
-        of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
-    """
-    if isinstance(of_flash_attention_2, int | float) and 0 <= of_flash_attention_2 < 1:
-        return note
-    return ""
-
+"""What is added to complaints about arguments in the places of others in FlashAttention-2."""
 
 OPTION_KINDS: dict[str, type] = {
     "attention_chunk": int,
@@ -51,7 +34,6 @@ OPTION_KINDS: dict[str, type] = {
     "causal": bool,
     "deterministic": bool,
     "dropout_p": float,
-    "has_softcap": bool,
     "num_splits": int,
     "return_attn_probs": bool,
     "return_lse": bool,
@@ -69,7 +51,6 @@ class Function(NamedTuple):
     options: tuple[str, ...]  # their names, in the order in which the function hands them over
     splits_keys: bool  # whether num_splits may be above 1
     has_packing: bool | None  # what pack_gqa may be besides None; None if the caller chooses
-    note: str = ""  # what is added to a complaint about `causal`
 
 
 PACKING = "pack_gqa", "shares_heads"
@@ -83,9 +64,9 @@ OF_CACHE = (
     *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "qv", *PACKING,
 )  # fmt: skip
 OPTIONS_OF_KINDS = {
-    DENSE: Function((*OF_TRAINING, "pack_gqa", "qv"), False, None, FROM_FLASH_ATTENTION_2),
-    PACKED: Function(OF_PAGES, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
-    PAGED: Function(OF_PAGES, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
+    DENSE: Function((*OF_TRAINING, "pack_gqa", "qv"), False, None),
+    PACKED: Function(OF_PAGES, False, False),
+    PAGED: Function(OF_PAGES, True, True),
     CACHED: Function(OF_CACHE, True, True),
 }
 
@@ -134,7 +115,6 @@ class Checked(NamedTuple):
 
 def options_of(
     kind: str,
-    of_flash_attention_2: object,  # what came where FlashAttention-2 has a dropout probability
     window_size: Sequence[int],
     values: tuple,  # in the order of `OPTIONS_OF_KINDS`
     rest: tuple,  # in the order of `REST`
@@ -145,8 +125,7 @@ def options_of(
         return remembered_options(kind, rest, left, right, *values)
     except (TypeError, ValueError):
         # Also what has no hash, and a window that is no pair.
-        note = note_on_order(of_flash_attention_2, OPTIONS_OF_KINDS[kind].note)
-        return checked_options(kind, rest, window_size, values, note)
+        return checked_options(kind, rest, window_size, values)
 
 
 # Typed, since True, 1 and 1.0 are the same to a dictionary.
@@ -155,11 +134,9 @@ def remembered_options(kind, rest, left, right, *values) -> Checked:
     return checked_options(kind, rest, (left, right), values)
 
 
-def checked_options(
-    kind: str, rest: tuple, window_size: Sequence[int], values: tuple, note: str = ""
-) -> Checked:
+def checked_options(kind: str, rest: tuple, window_size: Sequence[int], values: tuple) -> Checked:
     """What a call makes of its options, each of them checked."""
-    given = named_options(kind, values, note)
+    given = named_options(kind, values)
     dropout_p = given.get("dropout_p", 0.0)
     check_probability(dropout_p)
     check_softcap(given["softcap"])
@@ -177,40 +154,57 @@ def checked_options(
     )  # fmt: skip
 
 
-def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[str, Any]:
-    """The options of a call in their types, by name; torch.compile reads along."""
-    function = OPTIONS_OF_KINDS[kind]
-    given: dict[str, Any] = dict(zip(function.options, values, strict=True))
+def named_options(kind: str, values: Sequence[object]) -> dict[str, Any]:
+    """The options of a call in their types, by name; torch.compile reads along.
+    Raises for arguments of FlashAttention's signature that would do nothing here."""
+    names, splits_keys, has_packing = OPTIONS_OF_KINDS[kind]
+    given: dict[str, Any] = dict(zip(names, values, strict=True))
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0
     for name, value in given.items():
         wanted = OPTION_KINDS.get(name)
         # Of integers, whether they are 0 or more, too.
         if wanted is int or (wanted is not None and type(value) is not wanted):
-            given[name] = converted(name, value, note if name == "causal" else "")
+            given[name] = converted(name, value)
+    if given["attention_chunk"]:
+        raise NotImplementedError(
+            f"attention_chunk must be 0 or None, for no chunks, got {given['attention_chunk']}: "
+            "chunks are not supported"
+        )
+    shares_heads, qv = given.pop("shares_heads", True), given.pop("qv", None)
     if given["pack_gqa"] is not None:
         given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
-    is_choice = function.has_packing is None
-    pack_gqa = None if is_choice else given.pop("pack_gqa")
-    reject_unsupported(
-        given["attention_chunk"], pack_gqa, bool(function.has_packing),
-        given.pop("shares_heads", True), 0 if function.splits_keys else given["num_splits"],
-        given.pop("qv", None),
-    )  # fmt: skip
+    if has_packing is not None:
+        pack_gqa = given.pop("pack_gqa")
+        if pack_gqa not in (None, has_packing) and shares_heads:
+            how = "always share reads" if has_packing else "share tiles where queries are few"
+            raise NotImplementedError(
+                f"pack_gqa must be None or {has_packing} here, got {pack_gqa}: the query heads of "
+                f"a key/value head {how}"
+            )
+    if given["num_splits"] > 1 and not splits_keys:
+        raise NotImplementedError(
+            f"num_splits must be 0 or 1 here, got {given['num_splits']}: the planner decides into "
+            "how many parts keys are cut"
+        )
+    if qv is not None:
+        raise NotImplementedError(f"qv must be None, got {shown(qv)}: it is not supported")
     return given
 
 
-def converted(name: str, value: object, note: str = "") -> bool | int | float:
+def converted(name: str, value: object) -> bool | int | float:
     """The value of an option in its type."""
     kind = OPTION_KINDS[name]
     if kind is bool:
-        return flag(name, value, note)
+        return flag(name, value)
     return integer(name, value, 0) if kind is int else real(name, value)
 
 
-def flag(name: str, value: object, note: str = "") -> bool:
-    """An option that is on or off; `note` is added to the complaint."""
+def flag(name: str, value: object) -> bool:
+    """An option that is on or off."""
     if not isinstance(value, bool | np.bool_):
+        is_scale = name == "causal" and isinstance(value, int | float | None)
+        note = NOTE_ON_ORDER if is_scale else ""
         raise TypeError(f"{name} must be a bool, got {shown(value)}{note}")
     return bool(value)
 
@@ -270,14 +264,14 @@ def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
     return Window(left, 0 if causal else right)
 
 
-def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> float:
-    """The factor of the scores; `note` is added to a complaint about 0."""
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor of the scores."""
     if softmax_scale is None:
         return head_dim**-0.5
     if type(softmax_scale) is not float:
         softmax_scale = real("softmax_scale", softmax_scale)
     if not LEAST_FLOAT <= softmax_scale <= MOST_FLOAT:
-        note = note if softmax_scale == 0 else ""
+        note = NOTE_ON_ORDER if softmax_scale == 0 else ""
         raise ValueError(
             f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
         )
@@ -303,46 +297,6 @@ def check_hashable(name: str, value: object) -> None:
     except TypeError as error:
         message = f"{name} must be hashable, to be remembered, got {shown(value)}: {error}"
         raise TypeError(message) from None
-
-
-def reject_unsupported(
-    attention_chunk: int | None,
-    pack_gqa: bool | None = None,
-    has_packing: bool = False,
-    shares_heads: bool = True,
-    num_splits: int = 0,
-    qv: object = None,
-) -> None:
-    """Raise for arguments of FlashAttention's signature that would do nothing here.
-
-    Args:
-        attention_chunk: None or 0 for none.
-        pack_gqa: the call's, if it is not its choice.
-        has_packing: whether query heads share the reads of their key/value head, always or where
-            the call chooses.
-        shares_heads: whether a key/value head has several query heads. Otherwise `pack_gqa` changes
-            nothing, and may be anything.
-        num_splits: the call's, if it can be 0 or 1 only.
-        qv: must be None.
-    """
-    if attention_chunk is not None and integer("attention_chunk", attention_chunk, 0):
-        raise NotImplementedError(
-            f"attention_chunk must be 0 or None, for no chunks, got {attention_chunk}: chunks are "
-            "not supported"
-        )
-    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing and shares_heads:
-        how = "always share reads" if has_packing else "share tiles where queries are few"
-        raise NotImplementedError(
-            f"pack_gqa must be None or {has_packing} here, got {pack_gqa}: the query heads of a "
-            f"key/value head {how}"
-        )
-    if integer("num_splits", num_splits, 0) > 1:
-        raise NotImplementedError(
-            f"num_splits must be 0 or 1 here, got {num_splits}: the planner decides into how many "
-            "parts keys are cut"
-        )
-    if qv is not None:
-        raise NotImplementedError(f"qv must be None, got {shown(qv)}: it is not supported")
 
 
 def share_heads(q: object, k: object) -> bool:

@@ -22,13 +22,14 @@ from fa3.calls.operands import (
     describe,
 )
 from fa3.calls.options import (
+    CACHED,
     PACKED,
     Options,
     as_pair,
     check_window,
-    converted,
+    flag,
     integer,
-    reject_unsupported,
+    named_options,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
 from fa3.complaints import kind_of
@@ -201,7 +202,13 @@ def get_scheduler_metadata(
     """
     check_settings()
     shares_heads = num_heads_q != num_heads_kv
-    reject_unsupported(attention_chunk, pack_gqa, has_packing=True, shares_heads=shares_heads)
+    options = named_options(
+        CACHED,
+        (
+            causal, 0.0, attention_chunk, num_splits, sm_margin, False, False, True, False, None,
+            pack_gqa, shares_heads,
+        ),
+    )  # fmt: skip
     for name, tensor, other_name, other in (
         ("cu_seqlens_k", cu_seqlens_k, "cu_seqlens_q", cu_seqlens_q),
         ("seqused_q", seqused_q, "cu_seqlens_k", cu_seqlens_k),
@@ -217,10 +224,10 @@ def get_scheduler_metadata(
         head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v),
         dtype=qkv_dtype,
         page_size=None if page_size is None else bounded("page_size", page_size, 1, LONGEST),
-        window=check_window(as_pair(window_size), converted("causal", causal)),
-        has_softcap=converted("has_softcap", has_softcap),
-        num_splits=converted("num_splits", num_splits),
-        sm_margin=converted("sm_margin", sm_margin),
+        window=check_window(as_pair(window_size), options["causal"]),
+        has_softcap=flag("has_softcap", has_softcap),
+        num_splits=options["num_splits"],
+        sm_margin=options["sm_margin"],
         has_packed_queries=cu_seqlens_q is not None,
         has_packed_keys=cu_seqlens_k is not None,
     )
