@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fa3.calls.attention import flash_attn_varlen_func as flash_attn_varlen_func
     from fa3.calls.attention import flash_attn_with_kvcache as flash_attn_with_kvcache
     from fa3.calls.combine import flash_attn_combine as flash_attn_combine
-    from fa3.calls.dropout import dropout_mask as dropout_mask
+    from fa3.calls.modifiers import dropout_mask as dropout_mask
     from fa3.calls.passes import flash_attn_backward as flash_attn_backward
     from fa3.calls.quantize import quantize as quantize
     from fa3.calls.scheduler_metadata import SchedulerMetadata as SchedulerMetadata
@@ -47,7 +47,7 @@ HOMES = {
     "Tile": "fa3.schedules",
     "Window": "fa3.problem",
     "check": "fa3.tools.function_check",
-    "dropout_mask": "fa3.calls.dropout",
+    "dropout_mask": "fa3.calls.modifiers",
     "flash_attn_backward": "fa3.calls.passes",
     "flash_attn_combine": "fa3.calls.combine",
     "flash_attn_func": "fa3.calls.attention",

@@ -14,7 +14,8 @@ import fa3
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
-from fa3.calls.modifiers import ModifierSpec, functions_of, modifier_tensors, structure_of
+from fa3.calls.modifiers import ModifierSpec, compiled_modifiers, functions_of, modifier_tensors
+from fa3.calls.options import Options
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Intersection
 
@@ -169,11 +170,11 @@ class Modifiers(NamedTuple):
 
 
 def modifiers_of(q, softcap, alibi_slopes, sinks, score, mask, is_causal=False) -> Modifiers:
-    slopes, dtype = None if alibi_slopes is None else alibi_slopes.ndim, sinks is not None
     functions, function_tensors = functions_of(q, score, mask)
-    structure = structure_of(softcap, slopes, sinks.dtype if dtype else None, is_causal)
+    options = Options(softcap=softcap, functions=functions)
+    structure = compiled_modifiers(options, alibi_slopes, sinks, is_causal)
     tensors = modifier_tensors(alibi_slopes, function_tensors, sinks)
-    return Modifiers(structure.joined(functions), tensors)
+    return Modifiers(structure, tensors)
 
 
 HEAD_DIMS = (

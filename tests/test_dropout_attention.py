@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from varlen_problems import VarlenProblem, check_varlen, make_call
 
 import fa3
-from fa3.calls.dropout import draw_rng_state
+from fa3.calls.modifiers import draw_rng_state
 from fa3.planning.planner import plan_forward
 from fa3.primitives.dropout import (
     PHILOX_ROUNDS,

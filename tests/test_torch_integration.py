@@ -11,7 +11,7 @@ from pairs import pairs
 from torch.nn import attention as torch_attention
 
 import fa3
-from fa3.calls.dropout import draw_rng_state
+from fa3.calls.modifiers import draw_rng_state
 from fa3.integrations import torch as integration
 
 needs_registry = pytest.mark.skipif(

@@ -367,7 +367,7 @@ def with_dropout(model: torch.nn.Module, dropout_p: float) -> torch.nn.Module:
 def test_dropout(family, device_type, monkeypatch):
     """Eager attention gets the mask that fa3 draws."""
     state = torch.tensor([11], device=device_type)
-    monkeypatch.setattr("fa3.calls.dropout.draw_rng_state", lambda device: state)
+    monkeypatch.setattr("fa3.calls.modifiers.draw_rng_state", lambda device: state)
 
     def drop(weights, p, training):
         return weights * fa3.dropout_mask(state, p, *weights.shape) / (1 - p)

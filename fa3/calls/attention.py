@@ -41,10 +41,9 @@ from fa3.calls.call import (
     of_any_lengths,
     places_by_rows,
 )
-from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.latest import FastPath
-from fa3.calls.modifiers import function_names, functions_of, modifier_tensors
+from fa3.calls.modifiers import dropout_of, function_names, functions_of, modifier_tensors
 from fa3.calls.operands import (
     ALIGNMENT,
     addresses,

@@ -165,7 +165,8 @@ class BackwardCall(NamedTuple):
         if packed is not None:
             sizes = packed.batch, *sizes, *self.longest
         if 0 in sizes or (d_out is d_lse is None):
-            return without_keys(operands, packed, tensors[-1] if wanted.sinks else None)
+            sinks = tensors[-1] if wanted.sinks else None
+            return without_keys(operands, packed, sinks, wanted.fp32_dkv)
         if q.is_cuda:
             prepared = self.prepared(operands, packed, wanted)
             return prepared.launch(
@@ -209,11 +210,15 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_keys(
-    operands: BackwardOperands, lengths: PackedLengths | None, sinks: torch.Tensor | None
+    operands: BackwardOperands,
+    lengths: PackedLengths | None,
+    sinks: torch.Tensor | None,
+    fp32_dkv: bool,
 ) -> Gradients:
     """The gradients where no query sees a key: only the sinks, if given, may have one."""
     q, k, v, _, lse, _, d_lse = operands
-    zeros = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dtype = torch.float32 if fp32_dkv else k.dtype
+    zeros = (q.new_zeros(x.shape, dtype=to) for x, to in ((q, q.dtype), (k, dtype), (v, dtype)))
     if sinks is None or d_lse is None or (lengths is not None and not lengths.batch):
         return Gradients(*zeros, None if sinks is None else torch.zeros_like(sinks))
     delta = -d_lse

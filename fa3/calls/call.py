@@ -15,12 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from fa3.calls.modifiers import (
-    ModifierSpec,
-    check_alibi_slopes,
-    check_sinks,
-    structure_of,
-)
+from fa3.calls.modifiers import check_alibi_slopes, check_sinks, compiled_modifiers
 from fa3.calls.operands import (
     ALIGNMENT,
     DIMENSIONS,
@@ -337,31 +332,16 @@ class AttentionCall(
         """What the function calls one of the `TENSORS`."""
         return NAMES_BY_KIND[self.kind][TENSORS.index(tensor)]
 
-    def modifiers(self, options: Options, is_causal: bool) -> ModifierSpec:
-        """What is compiled of scores, mask, sinks and dropout.
-
-        Args:
-            is_causal: no key after a query's own position is visible.
-        """
-        slopes, sinks = self.alibi_slopes, self.sinks
-        structure = structure_of(
-            options.softcap,
-            None if slopes is None else len(slopes.shape),
-            None if sinks is None else sinks.dtype,
-            is_causal,
-        )
-        if options.functions is not None:
-            structure = structure.joined(options.functions)
-        return structure._replace(has_dropout=options.has_dropout)
-
     def spec(self, options: Options, window: Window, is_causal: bool) -> AttentionSpec:
         """What is compiled.
 
         Args:
             window: the bounds that may hide a key.
+            is_causal: no key after a query's own position is visible.
         """
-        modifiers, out_dtype = self.modifiers(options, is_causal), self.q_in_16_bits.dtype
-        spec = modifiers.spec(out_dtype, self.head_dim, self.head_dim_v, window)
+        modifiers = compiled_modifiers(options, self.alibi_slopes, self.sinks, is_causal)
+        sizes = self.head_dim, self.head_dim_v
+        spec = modifiers.spec(self.q_in_16_bits.dtype, *sizes, window)
         if not self.is_fp8:
             return spec
         if options.has_dropout:

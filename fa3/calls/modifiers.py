@@ -1,18 +1,21 @@
-"""What a call says about its scores, except the scale: checked, and split for compiling.
+"""What a call says about its scores, except the scale, and its dropout: checked, and split.
 
-`ModifierSpec` is what of it shapes the code; the tensors go to the kernel.
+`ModifierSpec` is what of it shapes the code; the tensors go to the kernel. The seed of dropout is
+drawn from torch's default generator of the tensors' device, on that device. So the host waits for
+nothing, and a captured graph draws another seed at each replay.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from fa3.calls.operands import DTYPES, Operand, check_device, check_dtype, describe
-from fa3.calls.options import Options
+from fa3.calls.options import Options, check_probability, integer, real
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
-from fa3.problem import REMEMBERED, AttentionSpec, Window
+from fa3.primitives.fragments import Position
+from fa3.problem import AttentionSpec, Window
+from fa3.reference.dropout import Dropout
 from fa3.scores.diagnostics import check_class
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Score, Softcap
@@ -36,10 +39,6 @@ class ModifierSpec(NamedTuple):
         of_scores = (f"score.{one.name}" for score in self.scores for one in score.tensors)
         of_mask = (f"mask.{one.name}" for one in (self.mask.tensors if self.mask else ()))
         return (*of_scores, *of_mask)
-
-    def joined(self, functions: "ModifierSpec") -> "ModifierSpec":
-        """With the score and the mask of the user's that another one has."""
-        return self._replace(scores=(*self.scores, *functions.scores), mask=functions.mask)
 
     def spec(
         self, dtype: torch.dtype, head_dim: int, head_dim_v: int, window: Window
@@ -87,22 +86,23 @@ def modifier_tensors(
     return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def structure_of(
-    softcap: float, rank_of_slopes: int | None, sinks: torch.dtype | None, is_causal: bool
+def compiled_modifiers(
+    options: Options, slopes: Operand | None, sinks: Operand | None, is_causal: bool
 ) -> ModifierSpec:
-    """What is compiled for a call without functions of the user's.
+    """What is compiled of scores, mask, sinks and dropout.
 
     Args:
-        rank_of_slopes: of alibi_slopes; None if there are none.
-        sinks: their dtype; None if there are none.
+        slopes, sinks: what alibi_slopes and sinks are like; None without.
+        is_causal: no key after a query's own position is visible.
     """
-    scores: list[Score] = [Softcap(float(softcap))] if softcap else []
-    if rank_of_slopes is not None:
-        like_slopes = torch.empty((0,) * rank_of_slopes, dtype=torch.float32, device="meta")
+    scores: list[Score] = [Softcap(float(options.softcap))] if options.softcap else []
+    if slopes is not None:
+        like_slopes = torch.empty((0,) * len(slopes.shape), dtype=torch.float32, device="meta")
         scores.append(Alibi(like_slopes, is_causal))
-    sinks_dtype = None if sinks is None else str(sinks).removeprefix("torch.")
-    return ModifierSpec(tuple(map(Template.of, scores)), None, sinks_dtype)
+    functions = options.functions or ModifierSpec()
+    dtype = None if sinks is None else str(sinks.dtype).removeprefix("torch.")
+    scores_of_call = *map(Template.of, scores), *functions.scores
+    return ModifierSpec(scores_of_call, functions.mask, dtype, options.has_dropout)
 
 
 def check_alibi_slopes(slopes: Operand, q: torch.Tensor | Operand, batch: int) -> None:
@@ -136,3 +136,80 @@ def check_function(name: str, instance: object, base: type, q: torch.Tensor | Op
         operand = describe(field, tensor, 1)
         check_dtype(field, operand, *ELEMENT_DTYPES)
         check_device(field, operand, "q", q)
+
+
+# -------------------------------------------------------------------------------------- dropout
+
+STATE_BYTES = 8  # bytes of a seed
+
+
+def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor) -> Dropout | None:
+    """The dropout of a call with these queries; None without."""
+    if not dropout_p:
+        if rng_state is not None:
+            raise ValueError("rng_state must be None without dropout_p: nothing is drawn")
+        return None
+    check_probability(dropout_p)
+    if rng_state is None:
+        return Dropout(draw_rng_state(q.device), dropout_p)
+    check_device("rng_state", described_state(rng_state), "q", q)
+    return Dropout(rng_state, dropout_p)
+
+
+def draw_rng_state(device: torch.device) -> torch.Tensor:
+    """A seed from torch's default generator."""
+    return torch.randint(2**63 - 1, (1,), device=device)
+
+
+def described_state(rng_state: torch.Tensor) -> Operand:
+    """Describe a seed that the caller gives; raises unless it is one."""
+    operand = describe("rng_state", rng_state, STATE_BYTES)
+    check_dtype("rng_state", operand, torch.int64)
+    if tuple(operand.shape) != (1,):
+        raise ValueError(f"rng_state must have shape (1,), got {tuple(operand.shape)}")
+    return operand
+
+
+def dropout_mask(
+    rng_state: torch.Tensor,
+    dropout_p: float,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+) -> torch.Tensor:
+    """Return which weights a call with this seed keeps; for tests and for inspection.
+
+    A weight's random number depends only on the seed, batch, head, query and key. So the mask of a
+    call is part of the mask of a larger call. A packed sequence has the mask of its number in the
+    batch.
+
+    Args:
+        rng_state: (1,), int64, as for `flash_attn_func`.
+        dropout_p: as for `flash_attn_func`; 0 keeps all.
+        heads: query heads.
+
+    Returns:
+        (batch, heads, seqlen_q, seqlen_k), bool, on rng_state's device: True for what is kept.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or value.
+    """
+    sizes = [
+        integer(name, size, 0)
+        for name, size in zip(
+            ("batch", "heads", "seqlen_q", "seqlen_k"),
+            (batch, heads, seqlen_q, seqlen_k),
+            strict=True,
+        )
+    ]
+    dropout_p = real("dropout_p", dropout_p)
+    check_probability(dropout_p)
+    described_state(rng_state)
+    if not dropout_p:
+        return torch.ones(sizes, dtype=torch.bool, device=rng_state.device)
+    entry, head, query, key = (
+        torch.arange(size, device=rng_state.device).view(-1, *[1] * (3 - i))
+        for i, size in enumerate(sizes)
+    )
+    return Dropout(rng_state, dropout_p).keeps(Position(entry, head, query, key, *sizes[2:]))

@@ -14,17 +14,19 @@ signatures, results without their values (fakes), the derivative, and what a tra
 | `fa3::combine` | `flash_attn_combine` | out if not None |
 
 Arguments have the functions' names; the caches of `fa3::attention` are k and v. Scores and masks of
-the user's are a name and tensors (`fa3.calls.user_functions`). The log-sum-exp always comes: it
+the user's are a name and tensors (`flatten_function`). The log-sum-exp always comes: it
 costs next to nothing, and derivatives need it. An output of the caller's does not come again: in
 its place is a tensor without elements.
 """
 
 import ast
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
@@ -48,9 +50,8 @@ from fa3.calls.call import (
     placed_tensors,
 )
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.dropout import draw_rng_state, dropout_of
 from fa3.calls.eager import check_undifferentiated
-from fa3.calls.modifiers import functions_of, modifier_tensors
+from fa3.calls.modifiers import draw_rng_state, dropout_of, functions_of, modifier_tensors
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
@@ -79,13 +80,14 @@ from fa3.calls.options import (
     check_window,
     named_options,
 )
-from fa3.calls.user_functions import flatten_function, unflatten_function
 from fa3.calls.values import check_lengths, is_visible
+from fa3.complaints import not_an_object
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.walker import PackedLengths
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
+from fa3.scores.templates import types_of
 
 Parameters = ParamSpec("Parameters")  # the arguments of a public function
 
@@ -191,6 +193,93 @@ def as_call(arguments: dict[str, Any]) -> dict[str, Any]:
     if length is not None:
         call["cache_seqlens"] = length
     return call
+
+
+# ------------------------------------------------------------------------- scores and masks
+
+# An operator takes tensors, numbers and strings. So an object of the user's goes to one as a name
+# and its tensors: the name stands for its class and its plain fields, and is given when a graph is
+# traced. Names are kept as long as the process lives, as graphs may. They mean nothing to another
+# process: one that loads an exported program has to name the same objects first, see `name_of`.
+
+
+class Form(NamedTuple):
+    """An object without its tensors."""
+
+    kind: type
+    constants: tuple[tuple[str, Hashable], ...]  # names and values of its plain fields
+    constant_types: tuple[object, ...]  # their types, since 1, 1.0 and True are equal
+    tensors: tuple[str, ...]  # names of its tensor fields
+
+
+NAMES: dict[Form, str] = {}
+FORMS: dict[str, Form] = {}
+NAMING = threading.Lock()
+
+
+def flatten_function(
+    argument: str, function: object | None, base: type[Score] | type[Mask]
+) -> tuple[str | None, list[torch.Tensor]]:
+    """The name and the tensors of an object; torch.compile reads along.
+
+    Args:
+        argument: what the call knows it as.
+    """
+    if function is None:
+        return None, []
+    kind = type(function)
+    if not isinstance(function, base):
+        raise not_an_object(argument, function, base)
+    if not dataclasses.is_dataclass(function):
+        raise TypeError(f"{kind.__name__} must be a frozen dataclass")
+    constants, names, tensors = [], [], []
+    for field in dataclasses.fields(function):
+        value = getattr(function, field.name)
+        if isinstance(value, torch.Tensor):
+            names.append(field.name)
+            tensors.append(value)
+        else:
+            constants.append((field.name, value))
+    return name_of(kind, tuple(constants), tuple(names)), tensors
+
+
+def name_of(kind: type, constants: tuple[tuple[str, Hashable], ...], tensors: tuple[str, ...]):
+    """The name of the objects of a class with these plain fields; the same one each time.
+    It is the class's, with a number if the class has objects of other fields. So a process that
+    asks for the names in the same order gets the same ones."""
+    form = Form(kind, constants, tuple(types_of(value) for _, value in constants), tensors)
+    with NAMING:
+        name = NAMES.get(form)
+        if name is None:
+            name = base = f"{kind.__module__}.{kind.__qualname__}"
+            count = 1
+            while name in FORMS:
+                count += 1
+                name = f"{base}#{count}"
+            NAMES[form], FORMS[name] = name, form
+    return name
+
+
+# What `torch._dynamo.assume_constant_result` does, without the second that its import takes:
+# torch.compile calls the function instead of reading it.
+name_of._dynamo_marked_constant = True
+
+
+def unflatten_function(name: str | None, tensors: Sequence[torch.Tensor]) -> Score | Mask | None:
+    """The object with this name and these tensors."""
+    if name is None:
+        return None
+    if name not in FORMS:
+        raise ValueError(
+            f"{name} is not known here: the graph was traced in another process; trace a call with "
+            "such a score or mask first"
+        )
+    form = FORMS[name]
+    function = object.__new__(form.kind)
+    # Past the class's own checks: the user's object has passed them.
+    for field, value in (*form.constants, *zip(form.tensors, tensors, strict=True)):
+        object.__setattr__(function, field, value)
+    return function
 
 
 # -------------------------------------------------------------------------------------- fakes
@@ -359,9 +448,6 @@ def check_results(
     return d_out, d_lse
 
 
-NO_LENGTHS = (None,) * 4  # the lengths of a dense call
-
-
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
     Takes the arguments of `fa3::backward`."""
@@ -373,12 +459,12 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     describe("q", q)
     functions, function_tensors = functions_of(q, None, call["mask"])
     dropout = dropout_of(call["dropout_p"], call["rng_state"], q)
-    lengths, kind, longest = NO_LENGTHS, DENSE, None
+    names = "q", "k", "v", "alibi_slopes", "sinks", *PackedLengths._fields
+    tensors, lengths = placed_tensors(**{name: call[name] for name in names}), None
+    kind, longest = DENSE, None
     if call["cu_seqlens_q"] is not None:
         lengths, kind = tuple(call[name] for name in PackedLengths._fields), PACKED
         longest = call["max_seqlen_q"], call["max_seqlen_k"]
-    named = dict(zip(PackedLengths._fields, lengths, strict=True))
-    tensors = placed_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks, **named)
     options = Options(
         window, softcap, has_dropout=dropout is not None, functions=functions, kind=kind
     )
@@ -396,9 +482,6 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
     grads = backward.gradients(operands, lengths, read, wanted, dropout)
     d_sinks = q.new_empty(0) if sinks is None else grads.sinks
-    if wanted.fp32_dkv:
-        # Where no key is seen, they are zeros of the dtype of K and V.
-        return grads.q, grads.k.float(), grads.v.float(), d_sinks
     return grads.q, grads.k, grads.v, d_sinks
 
 

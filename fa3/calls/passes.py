@@ -24,8 +24,8 @@ from fa3.calls.operands import (
     check_writable,
     describe,
 )
+from fa3.calls.operators import flatten_function
 from fa3.calls.options import as_pair, check_window, converted, flag, integer, real
-from fa3.calls.user_functions import flatten_function
 from fa3.complaints import kind_of
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask

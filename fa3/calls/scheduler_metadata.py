@@ -238,11 +238,10 @@ def get_scheduler_metadata(
     packed = cu_seqlens_q, cu_seqlens_k, seqused_q, used_k
     check_entries(dict(zip(LENGTHS_OF_PACKED, packed, strict=True)), calls.batch)
     check_lengths(packed, (MOST_RAGGED_ROWS, MOST_RAGGED_ROWS), longest)
+    in_cache, keys = (cache_seqlens, cu_seqlens_k_new, cache_leftpad), None
+    if not calls.has_packed_keys:
+        keys = keys_in_cache(calls.batch, *in_cache, longest[1], most_new)
     gpu = gpu_for_call(device_of_calls(cache_seqlens), calls.sm_margin)
-    if calls.has_packed_keys:
-        return calls
-    in_cache = cache_seqlens, cu_seqlens_k_new, cache_leftpad
-    keys = keys_in_cache(calls.batch, *in_cache, longest[1], most_new)
     are_on_host = not any(isinstance(one, torch.Tensor) and not one.is_cpu for one in in_cache)
     if calls.has_packed_queries or keys is None or calls.num_splits or not are_on_host:
         return calls

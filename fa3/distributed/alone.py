@@ -105,8 +105,7 @@ class KeyPart:
         grads: Any
         *grads, d_sinks = self.gradients.gradients(operands, lengths, read, wanted, None)
         dq, dk, dv = grads if self.lengths is None else [x[None] for x in grads]
-        # Where no key is seen, they are zeros of the dtype of K and V.
-        return dq, *((dk.float(), dv.float()) if fp32_dkv else (dk, dv)), d_sinks
+        return dq, dk, dv, d_sinks
 
 
 @functools.lru_cache(maxsize=64)

@@ -28,7 +28,7 @@ import torch.nn.attention
 
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func
 from fa3.calls.devices import gpu_of
-from fa3.calls.dropout import draw_rng_state
+from fa3.calls.modifiers import draw_rng_state
 from fa3.calls.operands import ALIGNMENT, DTYPES
 from fa3.calls.operators import run_backward
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
