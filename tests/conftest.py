@@ -136,13 +136,14 @@ def where(request) -> str:
 @pytest.fixture
 def always_fixed(monkeypatch):
     """Have calls of any size take a fixed reference."""
-    from fa3.calls.prepare import prepare_call
+    from gpu_checks import forget_prepared_calls
+
     from fa3.planning import tilings
 
     monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     yield
-    prepare_call.cache_clear()
+    forget_prepared_calls()
 
 
 @pytest.fixture

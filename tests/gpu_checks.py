@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from fa3.calls.execution import packed_call
+from fa3.calls.prepare import prepare_call
 from fa3.running import counters, graphs
 
 Results = TypeVar("Results")
@@ -24,6 +26,12 @@ def captured(run: Callable[[], Results], **options) -> tuple[torch.cuda.CUDAGrap
     with torch.cuda.graph(graph, **options):
         results = run()
     return graph, results
+
+
+def forget_prepared_calls() -> None:
+    """Have the next call of any kind prepared anew."""
+    prepare_call.cache_clear()
+    packed_call.cache_clear()
 
 
 def used_counters() -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import cutlass.cute as cute
 import pytest
 import torch
+from gpu_checks import forget_prepared_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_code import check_ptxas_log, inspect
@@ -12,7 +13,6 @@ from problems import poisoned_allocations
 from reference import dense, visible
 
 import fa3
-from fa3.calls.prepare import prepare_call
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.planner import plan_forward
@@ -131,9 +131,9 @@ def one_level(monkeypatch):
         row._replace(config=replace(row.config, one_level=True)) for row in tilings.TILINGS_IN_FP8
     )
     monkeypatch.setattr(tilings, "TILINGS_IN_FP8", rows)
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     yield
-    prepare_call.cache_clear()
+    forget_prepared_calls()
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_checks import captured
+from gpu_checks import captured, forget_prepared_calls
 from kvcache_problems import CacheProblem, make_call
 from problems import DTYPES, poisoned_allocations
 from reference import as_bits, check_call, dense
@@ -15,7 +15,6 @@ from varlen_problems import integers
 
 from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.prepare import prepare_call
 from fa3.kernels.decode import Decode
 from fa3.planning import decode as planning
 
@@ -96,11 +95,11 @@ def test_long_places_change_no_bit(problem, options, device, monkeypatch):
         return loaded[-1]
 
     monkeypatch.setattr(planning, "Decode", with_long_places)
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     try:
         assert_same_bits(results, run(call, **options))
     finally:
-        prepare_call.cache_clear()
+        forget_prepared_calls()
     assert loaded
 
 

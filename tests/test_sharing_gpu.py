@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from gpu_checks import captured, used_counters
+from gpu_checks import captured, forget_prepared_calls, used_counters
 from kvcache_problems import CacheProblem, make_call, random_problem
 from problems import CAUSAL, make_operands, make_problem, poisoned_allocations
 from reference import check_attention, check_call
 
 import fa3
 from fa3.calls.attention import flash_attn_with_kvcache
-from fa3.calls.prepare import prepare_call
 from fa3.planning.planner import plan_forward
 from fa3.running import counters, graphs
 from fa3.running.graphs import idle_stream
@@ -88,7 +87,7 @@ def test_nothing_that_stays_is_in_a_memory_pool(seqlens, device):
     """Neither a new shape's table nor counters: compiled graphs want theirs to be empty."""
     problem = make_problem(1, *seqlens, 8, 2, 128, CAUSAL)
     operands = make_operands(problem, device=device)
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     counters.BY_STREAM.clear()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -108,13 +107,13 @@ def test_tables_that_are_forgotten_stay_until_launches_have_read_them(device):
     plan = plan_forward(problem, schedule="list")
     expected, _ = attend(q, k, v, plan)
     torch.cuda.synchronize()
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     found = []
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
             found.append(attend(q, k, v, plan)[0])
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     gc.collect()
     # Where tables are allocated.
     with torch.cuda.stream(idle_stream(device)):
@@ -136,7 +135,7 @@ def test_a_graph_keeps_what_it_reads(device):
     call = failing_call(device)
     expected, _ = attend(*call)
     graph, out = capture(call)
-    prepare_call.cache_clear()
+    forget_prepared_calls()
     gc.collect()
     for seqlen in range(1000, 1040):
         attend(*ordinary_call(device, seqlen))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from gpu_checks import forget_prepared_calls
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
@@ -14,9 +15,7 @@ from valid_calls import OnGpu
 
 from fa3.calls import values as calls_values
 from fa3.calls.attention import flash_attn_with_kvcache
-from fa3.calls.execution import packed_call
 from fa3.calls.options import Options
-from fa3.calls.prepare import prepare_call
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.decode_launch import TILE_N
 from fa3.planning import decode
@@ -262,8 +261,7 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         return cuts[-1]
 
     monkeypatch.setattr(decode, "choose_cut", choose_cut)
-    prepare_call.cache_clear()
-    packed_call.cache_clear()
+    forget_prepared_calls()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
     out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)
