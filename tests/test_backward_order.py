@@ -34,13 +34,17 @@ FORCED = (
 def force(monkeypatch):
     """Make all backward passes share key tiles in a given way."""
 
+    def forget():
+        backward.prepare_backward.cache_clear()
+        planning.shares_of_lengths.cache_clear()
+
     def force(shares: KeyShares):
         monkeypatch.setattr(planning, "choose_shares", lambda *given: shares)
         monkeypatch.setattr(planning, "may_split", lambda *given: True)
-        backward.prepare_backward.cache_clear()
+        forget()
 
     yield force
-    backward.prepare_backward.cache_clear()
+    forget()
 
 
 LENGTHS = (700, 700), (130, 1000), (900, 300), (1, 200)
