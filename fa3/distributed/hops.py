@@ -58,11 +58,9 @@ class Hops:
     """Keys come to each rank, the next ones while it computes.
 
     Attributes:
-        sizes: heads and columns of keys and values.
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
     """
 
-    sizes: tuple[tuple[int, int], ...]
     hops: tuple[Hop, ...]
 
     def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Hop, Callable]]:
@@ -157,7 +155,7 @@ class Hops:
         if not sums or hop.order is not None:
             ordered = tuple(sums)
             total = len(q), hop.total
-            sums[:] = [q.new_zeros(*total, *x, dtype=torch.float32) for x in self.sizes]
+            sums[:] = [q.new_zeros(*total, *x, dtype=torch.float32) for x in hop.going.sizes]
             for x, y in zip(sums, ordered, strict=False):
                 x.index_add_(1, hop.order, y)  # type: ignore[arg-type]
         hop.going.start(by_rows(*sums))
@@ -231,7 +229,7 @@ class HopMaker(NamedTuple):
         """Return a hop of this rank's chunks, each with the keys that it sees."""
         chunks, rank = self.split.chunks, self.split.rank
         parts, exchange = parts_of(chunks, rank, self.part)
-        return Hops(self.sizes, (self.hop(0, parts, exchange, exchange.kept(rank)),))
+        return Hops((self.hop(0, parts, exchange, exchange.kept(rank)),))
 
     def packed_gather(self, ends: tuple[int, ...]) -> Hops:
         """Return a hop of all rows, of which a rank's chunks of documents see some."""
@@ -246,7 +244,7 @@ class HopMaker(NamedTuple):
         order = torch.cat([places[:0], *(places[one.start : one.stop] for one in seen)])
         lengths = packed_lengths(self.device, tuple(map(len, chunks)), tuple(map(len, seen)))
         exchange, part = everything_of(split.rows), replace(self.part, lengths=lengths)
-        return Hops(self.sizes, (self.hop(0, [part], exchange, exchange.kept(split.rank), order),))
+        return Hops((self.hop(0, [part], exchange, exchange.kept(split.rank), order),))
 
     def ring(self) -> Hops:
         """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
@@ -276,7 +274,7 @@ class HopMaker(NamedTuple):
                 if begin < end and (count := sum(map(len, seen))):
                     parts.append(part.at(slice(begin, end), slice(0, count), everything))
             hops.append(self.hop(step, parts, exchange, own))
-        return Hops(self.sizes, tuple(hops))
+        return Hops(tuple(hops))
 
 
 def parts_of(chunks: Runs, rank: int, part: KeyPart) -> tuple[list[KeyPart], RowExchange]:
