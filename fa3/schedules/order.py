@@ -156,11 +156,6 @@ class TileOrder:
         """The tile with this number, as a whole."""
         return Segment(self.tile(index))
 
-    def contains(self, tile: Tile) -> bool:
-        """Whether this is a tile of the problem."""
-        bounds = Tile(self.num_m_blocks, self.num_heads, self.batch)
-        return all(0 <= n < bound for n, bound in zip(tile, bounds, strict=True))
-
 
 @dataclass(frozen=True)
 class KernelOrder(TileOrder):

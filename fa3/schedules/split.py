@@ -71,16 +71,6 @@ class KeyRanges(NamedTuple):
         masks = masked * (costs.masked_us / costs.full_us - 1)
         return cls(blocks.begin, blocks.end, *overheads, masks)
 
-    @property
-    def of_first(self) -> float:
-        """Overhead of a tile's first part."""
-        return self.unit + self.merge
-
-    @property
-    def of_other(self) -> float:
-        """Overhead of any other part."""
-        return self.unit + self.leave
-
 
 class Cuts(NamedTuple):
     """Cuts of tiles, in order: tile number, key blocks [first, end) of it, cluster."""
@@ -304,7 +294,8 @@ def fill(
         The pieces as a flat list, the fields of `Cuts` one after another; and the time of the
         tiles left over or, if none are, minus the clusters' unused room.
     """
-    unit, merge, of_first, of_other = ranges.unit, ranges.merge, ranges.of_first, ranges.of_other
+    unit, merge = ranges.unit, ranges.merge
+    of_first, of_other = unit + merge, unit + ranges.leave
     pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
     # Blocks left of the tile, and the room that they need: parts but the first are there a merge
     # before the level. Infinite after the last tile: nothing fits.
@@ -353,7 +344,8 @@ def pack(
     Returns:
         The pieces as `fill` does; None if some are left over.
     """
-    unit, merge, of_first, of_other = ranges.unit, ranges.merge, ranges.of_first, ranges.of_other
+    unit, merge = ranges.unit, ranges.merge
+    of_first, of_other = unit + merge, unit + ranges.leave
     pieces, items = [], []
     # The most room last; clusters that are launched first get what fills them.
     free = sorted(range(len(loads)), key=loads.__getitem__)[::-1]

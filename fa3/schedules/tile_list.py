@@ -72,16 +72,16 @@ class TileList(TableSchedule):
             TypeError: an element of `tiles` is not a tile.
             ValueError: a tile is not one of the problem's, comes twice, or is left out.
         """
-        places = []
+        places, numbers = [], {order.tile(number): number for number in range(order.num_tiles)}
         for position, element in enumerate(tiles):
             tile = as_tile(element, position)
-            if not order.contains(tile):
+            if tile not in numbers:
                 raise ValueError(
                     f"schedule gives {tile} at {position}, which is no tile of the problem: "
                     f"tiles have m_block < {order.num_m_blocks}, head < {order.num_heads}, "
                     f"batch < {order.batch}"
                 )
-            places.append(order.index(tile))
+            places.append(numbers[tile])
         indices = np.array(places, np.int64)
         check_tiles(order, indices)
         owners, _ = assign_greedily(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
