@@ -145,6 +145,8 @@ def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
         pytest.param((1, 4096, 8, 4), KeyShares(2, 1), id="two query heads each"),
         pytest.param((1, 6000, 4, 7), KeyShares(7, 1), id="seven query heads"),
         pytest.param((1, 1024, 1, 6), KeyShares(6, 2), id="and half of the query blocks each"),
+        pytest.param((1, 1024, 1, 16), KeyShares(16, 1), id="all parts run at the same time"),
+        pytest.param((1, 2048, 1, 8), KeyShares(8, 2), id="no key tile waits for another"),
         pytest.param((1, 4608, 24, 1), KeyShares(), id="enough key tiles"),
         pytest.param((8, 4096, 16, 1), KeyShares(), id="many key tiles"),
     ],
@@ -163,6 +165,12 @@ def test_all_parts_run_at_the_same_time_in_a_fixed_order(seqlen, block_parts):
     """If query blocks of a head are divided at all."""
     plan = BackwardPlan.of(make_problem(1, seqlen, seqlen, 1, 6, 128, CAUSAL), is_ordered=True)
     assert plan.shares == KeyShares(6, block_parts)
+
+
+@pytest.mark.parametrize(("seqlen", "groups"), [(2048, 2), (4096, 1)])
+def test_two_short_head_groups_are_preprocessed_together(seqlen, groups):
+    plan = BackwardPlan.of(make_problem(1, seqlen, seqlen, 2, 8, 128, CAUSAL))
+    assert plan.groups_preprocessed == groups
 
 
 @given(

@@ -72,6 +72,8 @@ TILES_PREPROCESSED = 128
 """Key tiles of the head groups that the preprocess kernel does: work for other CTAs while some CTAs
 of the backward kernel preprocess the next groups."""
 
+QUERY_TILES_AT_ONCE = 512  # about as many as the preprocess kernel does at the same time
+
 KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel preprocesses queries. With
 256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
@@ -234,7 +236,7 @@ class BackwardPlan:
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
         blocks = blocks_of_key_tiles(problem.spec, whole.config, sequence, is_ordered)
         sizes = blocks, heads, problem.qhead_per_kvhead, num_sms
-        return replace(whole, shares=choose_shares(*sizes, is_ordered, whole.waves))
+        return replace(whole, shares=choose_shares(*sizes, not whole.dq_is_zeroed, whole.waves))
 
     @property
     def kernels(self) -> BackwardKernels:
@@ -295,7 +297,9 @@ class BackwardPlan:
             return self.num_head_groups
         tiles_per_group = self.heads_per_group * self.key_tiles_of_head
         groups = -(-TILES_PREPROCESSED // tiles_per_group)
-        if self.alternates and self.num_head_groups == 2 and tiles_per_group <= TILES_OF_WAVE:
+        is_causal = self.problem.window.right != NO_BOUND
+        is_short = self.alternates or (is_causal and self.num_query_tiles <= QUERY_TILES_AT_ONCE)
+        if is_short and self.num_head_groups == 2 and tiles_per_group <= TILES_OF_WAVE:
             groups = 2  # CTAs come to the second group at once, with the first one's shortest tiles
         return min(self.num_head_groups, groups)
 
@@ -365,11 +369,10 @@ class BackwardPlan:
         So a head's tiles add to dQ at the same time. Parts of key tiles count as heads. A few heads
         more or less make groups about equal, so that the last one is not small."""
         problem, waves = self.problem, self.waves
+        tiles = self.key_tiles_of_head * self.shares.block_parts
         if waves is not None and self.alternates:
-            tiles = self.key_tiles_of_head * self.shares.block_parts
             return waves.heads_per_group(self.heads, tiles) * self.shares.block_parts
         # Parts of query blocks of the same heads are in one head group.
-        tiles = self.key_tiles_of_head * self.shares.block_parts
         if problem.window.right == NO_BOUND:
             wanted = TILES_PER_GROUP * (2 if self.is_ordered else 1) // tiles
         else:

@@ -82,13 +82,13 @@ def may_have_parts(num_parts: int, num_sms: int) -> bool:
     return num_parts <= MOST_PARTS_OF_SM * num_sms
 
 
-def ways_to_share(group: int, is_ordered: bool, most_ordered: float) -> list[KeyShares]:
+def ways_to_share(group: int, waits: bool, most_at_once: float) -> list[KeyShares]:
     """All ways to share a key tile of `group` query heads: equally many heads for each CTA.
-    In a fixed order key tiles wait for one another. So a head's query blocks are only divided if
-    all CTAs run at the same time, with at most `most_ordered` parts of a key tile."""
+    If key tiles wait for one another, a head's query blocks are only divided if all CTAs run at the
+    same time, with at most `most_at_once` parts of a key tile."""
     by_heads = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
     by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
-    return by_heads + [x for x in by_blocks if not is_ordered or x.parts <= most_ordered]
+    return by_heads + [x for x in by_blocks if not waits or x.parts <= most_at_once]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -98,7 +98,7 @@ def choose_shares(
     heads: int,  # key/value heads, of all sequences
     group: int,  # query heads that share a key/value head
     num_sms: int,
-    is_ordered: bool,  # whether key tiles add to dQ in a fixed order
+    waits: bool,  # whether key tiles wait for one another: for their turn, or for a first store
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by the time until the last CTA ends."""
@@ -106,8 +106,8 @@ def choose_shares(
     best, least = whole, time_of(blocks, heads, group, num_sms, whole, waves) * MOST_OF_TIME
     if waves is not None and group > MOST_QUERY_HEADS:
         least *= COST_OF_QUERY_HEADS
-    most_ordered = num_sms / (len(blocks) * heads)
-    for shares in ways_to_share(group, is_ordered, most_ordered)[1:]:
+    most_at_once = num_sms / (len(blocks) * heads)
+    for shares in ways_to_share(group, waits, most_at_once)[1:]:
         if not may_have_parts(len(blocks) * heads * shares.parts, num_sms):
             continue
         time = time_of(blocks, heads, group, num_sms, shares, waves)
