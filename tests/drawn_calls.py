@@ -19,7 +19,6 @@ from fa3.schedules import SCHEDULES
 HEAD_DIMS = [(64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (72, 72)]
 WINDOWS = [(-1, -1), (100, 0), (0, 0), (300, 50), (-1, 40), (128, -1)]
 
-
 MOST_COPIED = 1 << 20
 """Numbers of a gradient that a call may copy."""
 

@@ -21,7 +21,6 @@ from fa3.problem import Window
 FLOOR = 2e-5
 """Error that is always allowed, of gradients of size 1: the PyTorch computation can be exact."""
 
-
 OPTIONS = "deterministic", "sm_margin", "schedule"
 """Arguments of a call that make no difference to what should come of it."""
 
@@ -165,7 +164,6 @@ def error_of_queries(q, k, v, d_out, window: Window, modifiers: dict) -> float:
 
 
 # --------------------------------------------------------------------------------- packed sequences
-
 
 NAMES = ("q", "k", "v", "sinks")
 

@@ -158,7 +158,6 @@ RECIPES = st.builds(
     st.sampled_from([None, "documents", "prefix", "span"]),
 )
 
-
 RECIPES_WITH_GRADIENTS = RECIPES.map(lambda recipe: recipe._replace(score=None))
 
 
@@ -183,7 +182,6 @@ HEAD_DIMS = (
     *((64, 128), (128, 64), (128, 192), (192, 64), (96, 80), (64, 256), (256, 64)),
 )
 """Sizes (of q and k, of v) that `random_dense` draws."""
-
 
 STRUCTURES = 2 * len(HEAD_DIMS)
 

@@ -310,13 +310,11 @@ def test_hidden_values_that_overflow_are_as_in_torch(value, overflows):
 
 WINDOWS = (CAUSAL, Window(), Window(40, 20), Window(left=70))
 
-
 HEAD_DIMS = (
     *((64, 64), (128, 128), (72, 72), (96, 96), (256, 256)),
     *((192, 128), (128, 192), (160, 160), (192, 192)),
 )
 """Sizes (of q and k, of v): those of each way to share the work, and of each swizzle."""
-
 
 LENGTHS = (
     *((1, 1), (63, 63), (64, 64), (128, 512), (512, 128)),

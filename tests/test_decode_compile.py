@@ -206,7 +206,6 @@ def test_machine_code_of_combine(kernel):
 REGISTERS_BESIDE_DECODE = 80
 """A CTA of the decode kernel (head_dim 128, 168 registers) leaves room for two of the other."""
 
-
 PLAIN = Append(
     "bfloat16", 128, 128, paged=False, batch_indexed=False, ragged=False, rotary=None
 )  # fmt: skip

@@ -115,13 +115,10 @@ def test_steps_visit_every_row_once(data, problem):
 
 HEAD_DIMS = (64, 128, 256)
 
-
 PADDED_HEAD_DIMS = ((40, 40), (96, 80), (192, 128))
 """Sizes (of q and k, of v) that take more columns in shared memory than they have, or differ."""
 
-
 WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))
-
 
 EDGES = (
     *((1, 1), (1, 4097), (4097, 1), (63, 65)),

@@ -56,7 +56,6 @@ def how(problem: Problem, **options) -> PreparedPlan:
 
 # ------------------------------------------------------------------------------------ results
 
-
 SIZES = (1, 1, 4), (1, 700, 8), (5, 3000, 7), (40, 130, 4), (9, 5, 2), (70, 200, 1), (3, 64, 24)
 """Queries, keys, and query heads of a key/value head."""
 

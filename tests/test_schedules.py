@@ -183,7 +183,6 @@ def test_an_order_that_is_not_one_is_refused(tiles, error, complaint):
 
 HEAD_DIMS = (64, 128, 256)
 
-
 FEW_TILES = (
     (1, 2048, 2048, 1, 8),
     (1, 1000, 1000, 2, 4),

@@ -41,7 +41,6 @@ ARGUMENTS = {
 LAST_BY_POSITION = {"flash_attn_with_kvcache": "pack_gqa", "flash_attn_varlen_func": None}
 """The last argument that they hand on by position; all others go by name."""
 
-
 PLACE = "sglang.kernels.ops.attention.flash_attention_v3"
 
 

@@ -29,7 +29,6 @@ def bytes_at(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tens
 
 # --------------------------------------------------------------------------------- outputs
 
-
 TENSORS = [
     (call, name)
     for call in ("attend", "varlen", "cache", "combine")

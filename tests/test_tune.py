@@ -208,7 +208,6 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
 
 # ------------------------------------------------------------------------------------ the file
 
-
 SPOILT = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:100]),
     "of another GPU": lambda path: path.write_bytes(

@@ -166,7 +166,6 @@ def test_no_length_is_remembered(launches):
 
 # -------------------------------------------------------------------------------------- results
 
-
 FAMILIES = 14
 """Sets of options that change the generated code; the dtypes take turns."""
 

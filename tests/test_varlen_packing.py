@@ -56,7 +56,6 @@ def sharing(device, monkeypatch) -> torch.device:
 
 # -------------------------------------------------------------------------------------- results
 
-
 FAMILIES = 10
 """Sets of options that change the generated code; the dtypes take turns."""
 
@@ -168,7 +167,6 @@ def test_every_head_size_has_a_tiling_of_two_halves(tiling):
 
 
 # ------------------------------------------------------------------------------------- on a GPU
-
 
 AROUND_TILES = (
     *(VarlenProblem((1,) * rows, (3,) * rows, group=2) for rows in (1, 63, 64, 65, 127, 128, 129)),
