@@ -209,39 +209,31 @@ class DecodeMemory(AttentionKernel):
             loaded_v: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[1]], 1024]
 
         storage = SmemAllocator().allocate(Storage)
-        q, k, v = (
+        fields = storage.q, storage.k, storage.v, storage.loaded_k, storage.loaded_v
+        count = 5 if is_fp8 else 3
+        tensors = tuple(
             field.get_tensor(layout.outer, swizzle=layout.inner)
-            for field, layout in zip((storage.q, storage.k, storage.v), layouts[:3], strict=True)
+            for field, layout in zip(fields[:count], layouts[:count], strict=True)
         )
         readers = self.converters if is_fp8 else WARPS
-        pipe_k, pipe_v = (
+        loading = tuple(
             block_pipeline(barriers, loaded, layout, self.gathers, readers)
             for barriers, layout in (
                 (storage.barriers_k, layouts[3]),
                 (storage.barriers_v, layouts[4]),
             )
         )
-        smem = DecodeBuffers(
-            q, k, v, storage.number.get_tensor(cute.make_layout(1)), k, v, storage.number
-        )
-        pipelines = DecodePipelines(pipe_k, pipe_v, pipe_k, pipe_v)
+        number = largest = storage.number.get_tensor(cute.make_layout(1))
+        reading = loading
         if cutlass.const_expr(is_fp8):
-            loaded_k, loaded_v = (
-                field.get_tensor(layout.outer, swizzle=layout.inner)
-                for field, layout in zip(
-                    (storage.loaded_k, storage.loaded_v), layouts[3:], strict=True
-                )
-            )
-            smem = smem._replace(
-                loaded_k=loaded_k,
-                loaded_v=loaded_v,
-                largest=storage.largest.get_tensor(cute.make_layout(WARPS)),
-            )
-            of_k, of_v = (
+            largest = storage.largest.get_tensor(cute.make_layout(WARPS))
+            reading = tuple(
                 ConvertedPipeline.create(barriers, converted, self.converters)
                 for barriers in (storage.converted_k, storage.converted_v)
             )
-            pipelines = pipelines._replace(k=of_k, v=of_v)
+        # Unless the cache is FP8, K and V are the last two.
+        smem = DecodeBuffers(*tensors[:3], number, *tensors[-2:], largest)
+        pipelines = DecodePipelines(*reading, *loading)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
             # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.
