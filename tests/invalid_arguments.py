@@ -634,8 +634,8 @@ PLANS = [
     ("plan", "gpu.num_sms", {"gpu": replace(H200, num_sms=0)}, "must be 1 or more"),
     ("plan", "gpu.num_sms", {"gpu": replace(H200, num_sms=132.0)}, TYPE, "must be of type int"),
     ("plan", "gpu.name", {"gpu": replace(H200, name=None)}, TYPE, "must be of type str"),
-    ("plan", "a cluster of 2 CTAs", {"gpu": replace(H200, num_sms=1), **config(cluster_m=2)},
-     "does not fit 1 SMs"),
+    ("plan", "config", {"gpu": replace(H200, num_sms=1), **config(cluster_m=2)},
+     "...do not fit 1 SMs"),
     ("plan", "config", "wide", TYPE, "must be a ForwardConfig or None"),
     ("plan", "q_stages", config(q_stages=0), "must be 1 or more"),
     ("plan", "kv_stages", config(kv_stages=-3), "must be 1 or more"),
@@ -662,7 +662,8 @@ PLANS = [
     ("dense", "plan", replace(PLAN, config=None), TYPE, "must have a config"),
     ("dense", "problem", {"plan": replace(PLAN, problem=None)}, TYPE, "must be"),
     ("dense", "gpu", {"plan": replace(PLAN, gpu=132)}, TYPE, "must be a Gpu"),
-    ("dense", "plan", replace(PLAN, gpu=replace(H200, num_sms=1), **config(cluster_m=2)),
+    ("dense", "config",
+     {"plan": replace(PLAN, gpu=replace(H200, num_sms=1), **config(cluster_m=2))},
      "...do not fit 1 SMs"),
 ]  # fmt: skip
 

@@ -427,8 +427,6 @@ class DecodePlan:
             memory_us=memory_us,
             launch_us=FIXED_US,
             longest_us=us,
-            waves=1.0,
-            busy=1.0,
         )
 
 

@@ -174,28 +174,14 @@ class Plan:
 
 def check_plan(plan: Plan) -> None:
     """Raise TypeError or ValueError unless a plan, perhaps made by hand, can run its problem."""
-    check_types(plan.problem, plan.gpu, plan.config)
     if plan.config is None:
         raise TypeError("plan must have a config, got None")
-    plan.config.validate(plan.problem.spec)
-    if plan.gpu.num_sms < plan.config.cluster:
-        raise ValueError(
-            f"plan has clusters of {plan.config.cluster} CTAs, which do not fit "
-            f"{plan.gpu.num_sms} SMs"
-        )
     if type(plan.schedule) not in SCHEDULES.values():
         raise TypeError(
             f"plan must have a schedule of one of the classes of {sorted(SCHEDULES)}, got "
             f"{plan.schedule!r:.200}"
         )
-    check_pairs(plan.schedule.name, plan.config)
-    if plan.schedule.splits and plan.problem.spec.has_user_functions:
-        raise ValueError("plan must not split tiles with a score or a mask of your own")
-    if plan.problem.qhead_per_kvhead % plan.config.cluster_h:
-        raise ValueError(
-            f"plan has a config with cluster_h={plan.config.cluster_h}, which must divide the "
-            f"{plan.problem.qhead_per_kvhead} query heads of a key/value head"
-        )
+    check_arguments(plan.problem, plan.gpu, plan.config, plan.schedule.name)
     tiled = plan.tiled
     if plan.schedule.order != tiled.order:
         raise ValueError(
@@ -204,15 +190,6 @@ def check_plan(plan: Plan) -> None:
         )
     blocks = tiled.blocks_of_tiles()
     check_schedule(plan.schedule, blocks.begin, blocks.end)
-
-
-def check_pairs(schedule: str, config: ForwardConfig) -> None:
-    """Raise ValueError if a config has clusters of CTAs but the schedule of this name has none."""
-    if config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
-        raise ValueError(
-            f"schedule {schedule!r} must have a config with clusters of 1 CTA, got clusters of "
-            f"{config.cluster}"
-        )
 
 
 def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
@@ -228,8 +205,10 @@ def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:
     return candidate(tiled, schedule.name, load)
 
 
-def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> None:
-    """Raise unless the planner's arguments are valid."""
+def check_arguments(
+    problem: Problem, gpu: Gpu, config: ForwardConfig | None, schedule: str | None
+) -> None:
+    """Raise unless a problem and a GPU are valid, and the config and the schedule can run it."""
     for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
@@ -270,6 +249,28 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
         raise ValueError(
             f"problem.spec.mask must have the bounds that problem.window has, got {band} and "
             f"{window}"
+        )
+    if schedule == SplitTiles.name and spec.has_user_functions:
+        raise ValueError(
+            "schedule 'split' cannot run scores or masks of your own: they leave no registers in "
+            "which parts of a tile could be merged"
+        )
+    if config is None:
+        return
+    config.validate(spec)
+    if gpu.num_sms < config.cluster:
+        raise ValueError(
+            f"config has clusters of {config.cluster} CTAs, which do not fit {gpu.num_sms} SMs"
+        )
+    if problem.qhead_per_kvhead % config.cluster_h:
+        raise ValueError(
+            f"config has cluster_h={config.cluster_h}, which must divide the "
+            f"{problem.qhead_per_kvhead} query heads of a key/value head"
+        )
+    if schedule and config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
+        raise ValueError(
+            f"schedule {schedule!r} must have a config with clusters of 1 CTA, got clusters of "
+            f"{config.cluster}"
         )
 
 

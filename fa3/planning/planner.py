@@ -14,7 +14,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate
-from fa3.planning.plan import Plan, candidate, check_pairs, check_types, laid_out
+from fa3.planning.plan import Plan, candidate, check_arguments, laid_out
 from fa3.planning.prediction import loads_of_whole_tiles
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
@@ -63,19 +63,8 @@ def plan_forward(
     """
     check_settings()
     gpu = as_gpu(gpu)
-    check_types(problem, gpu, config)
     name = schedule_name(schedule)
-    if config is not None:
-        config.validate(problem.spec)
-        if gpu.num_sms < config.cluster:
-            raise ValueError(f"a cluster of {config.cluster} CTAs does not fit {gpu.num_sms} SMs")
-    if name == "split" and problem.spec.has_user_functions:
-        raise ValueError(
-            "schedule 'split' cannot run scores or masks of your own: they leave no registers in "
-            "which parts of a tile could be merged"
-        )
-    if name and config is not None:
-        check_pairs(name, config)
+    check_arguments(problem, gpu, config, name)
     tilings = [config] if config else configs(problem, gpu, is_searched=not name)
     for_parts = tilings if config else tilings_of_parts(tilings, problem)
     if name == SplitTiles.name:

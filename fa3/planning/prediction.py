@@ -210,8 +210,8 @@ class Prediction(NamedTuple):
     # A launch when kernels follow each other, and the schedule's overhead per call.
     launch_us: float
     longest_us: float  # the longest segment, under steady load
-    waves: float  # segments per cluster that the GPU holds
-    busy: float  # share of the SMs' time, until the last cluster is done, in which they work
+    waves: float = 1.0  # segments per cluster that the GPU holds
+    busy: float = 1.0  # share of the SMs' time, until the last cluster is done, in which they work
 
     @property
     def mean_us(self) -> float:
