@@ -9,7 +9,6 @@ from machine_code import check_ptxas_log, inspect
 from pairs import pairs
 from problems import poisoned_allocations
 from reference import dense
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
 from fa3.calls.quantize import means_of
@@ -134,23 +133,6 @@ def test_means_leave_out_rows_of_no_sequence():
     k[7:] = torch.nan
     right = torch.stack([k[:3].float().mean(0), torch.zeros(2, 32), k[3:7].float().mean(0)])
     torch.testing.assert_close(means_of(k, ends), right)
-
-
-class NoTF32(TorchDispatchMode):
-    """Refuses matrix products in float32, which torch may round to TF32."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_product = function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm")
-        assert not (is_product and args[0].dtype == torch.float32)
-        return function(*args, **kwargs or {})
-
-
-def test_means_do_not_depend_on_how_torch_multiplies_float32():
-    k, ends = drawn(9, 2, 64), torch.tensor([0, 4, 4, 7], dtype=torch.int32)
-    with NoTF32():
-        means = means_of(k, ends)
-    assert means.dtype == torch.float32
-    assert torch.equal(means[0], k[:4].double().mean(0).float())
 
 
 def test_zeros_and_extreme_values(where):

@@ -1,7 +1,6 @@
 """`quantize`: q, k and v from 16 bits to FP8, with the descales that calls in FP8 take."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -112,12 +111,10 @@ def quantize(
     quantized = Quantized(*codes, *descales)
     if not descales.numel():
         return quantized
-    if kernel is None and is_packed:
-        write_one_by_one((q, k, v), quantized, ends, smooth_k, hadamard)
-    elif kernel is None:
-        quantize_rows(q, quantized.q, quantized.q_descale, None, hadamard)
-        quantize_rows(k, quantized.k, quantized.k_descale, means, hadamard)
-        quantize_rows(v, quantized.v, quantized.v_descale, None, False)
+    if kernel is None:
+        quantize_rows(q, quantized.q, quantized.q_descale, None, hadamard, cu_seqlens_q)
+        quantize_rows(k, quantized.k, quantized.k_descale, means, hadamard, cu_seqlens_k)
+        quantize_rows(v, quantized.v, quantized.v_descale, None, False, cu_seqlens_k)
     else:
         rows = sum(x.numel() // x.shape[-1] for x in (q, k, v))
         sizes = visits(rows // descales.numel(), q.shape[-1], descales.numel())
@@ -132,28 +129,13 @@ def means_of(k: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
     """The means of the keys of sequences, (batch, heads_kv, head_dim) float32."""
     if ends is None:
         return k.mean(1, dtype=torch.float32)
-    row = torch.arange(k.shape[0], device=k.device)
-    is_in = (row >= ends[:-1, None]) & (row < ends[1:, None])
-    used = k.double().masked_fill(~is_in.any(0)[:, None, None], 0.0)
-    sums = is_in.double() @ used.flatten(1)  # torch may multiply float32 as TF32
-    return (sums / is_in.sum(1, keepdim=True).clamp(min=1)).float().unflatten(1, k.shape[1:])
-
-
-def write_one_by_one(
-    tensors: tuple[torch.Tensor, ...],  # q, k and v
-    quantized: Quantized,
-    ends: tuple[torch.Tensor, torch.Tensor],  # cu_seqlens_q and cu_seqlens_k
-    smooth_k: bool,
-    hadamard: bool,
-) -> None:
-    """Quantize packed sequences on the CPU."""
-    for n, cuts in enumerate(zip(*(itertools.pairwise(one.tolist()) for one in ends), strict=True)):
-        places = [slice(*cuts[i]) for i in (0, 1, 1)]
-        rows = (tensor[None, place] for tensor, place in zip(tensors, places, strict=True))
-        one = quantize(*rows, smooth_k=smooth_k, hadamard=hadamard)
-        for i, place in enumerate(places):
-            quantized[i][place] = one[i][0]
-            quantized[3 + i][n] = one[3 + i][0]
+    row = torch.arange(k.shape[0], dtype=ends.dtype, device=k.device)
+    # Rows of no sequence come before the first or after the last.
+    number = torch.searchsorted(ends, row, right=True)
+    sums = k.new_zeros(len(ends) + 1, *k.shape[1:], dtype=torch.float32)
+    sums.index_add_(0, number, k.float())
+    counts = ends.clamp(max=len(row)).diff().clamp(min=1)
+    return sums[1:-1] / counts[:, None, None]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -1,5 +1,7 @@
 """q, k or v in FP8 with its scales, in torch: what the quantize kernel computes."""
 
+import itertools
+
 import torch
 
 from fa3.kernels.quantize import HASH, LEAST_SCALE, MOST, mixed_columns
@@ -7,14 +9,22 @@ from fa3.primitives.vectors import VECTOR
 
 
 def quantize_rows(
-    # (batch, seqlen, heads, columns) in 16 bits, and the same in e4m3, which is written.
+    # (batch, seqlen, heads, columns) in 16 bits, and the same in e4m3, which is written; of packed
+    # sequences (total, heads, columns).
     rows: torch.Tensor,
     written: torch.Tensor,
     descale: torch.Tensor,  # (batch, heads_kv), written
     mean: torch.Tensor | None,  # (batch, heads, columns), which the rows lose
     is_rotated: bool,
+    ends: torch.Tensor | None = None,  # (batch + 1,), where packed sequences end
 ) -> None:
     """Write the rows of some sequences in e4m3, and their scales."""
+    if ends is not None:
+        for n, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+            one, place = slice(n, n + 1), slice(begin, end)
+            means = None if mean is None else mean[one]
+            quantize_rows(rows[None, place], written[None, place], descale[one], means, is_rotated)
+        return
     values, norm = rows.float(), 1.0
     if mean is not None:
         values = values - mean[:, None]
