@@ -66,7 +66,7 @@ from fa3.primitives.cache_blocks import (
     TmaBlocks,
     load_block,
 )
-from fa3.primitives.fp8_blocks import BlockConverter, convert_rows
+from fa3.primitives.fp8_blocks import CacheConverter, convert_rows, rewriter_states
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.output_store import HAS_COME, HAS_LEFT, RowLse, shared_by
 from fa3.primitives.packed_rows import (
@@ -373,32 +373,16 @@ class Decode(DecodeMemory):
     @cute.jit
     def convert(self, smem: DecodeBuffers, pipelines: DecodePipelines, walk: Walk):
         """Convert the blocks of every segment, in the consumer's order."""
-        config, user = self.config, pipeline.PipelineUserType
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_converter
-        converter = warp, thread % WARP, self.converters
-        k, v = (
-            BlockConverter(loaded, converted, loading, converting, *converter)
-            for loaded, converted, loading, converting in (
-                (smem.loaded_k, smem.k, pipelines.loaded_k, pipelines.k),
-                (smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v),
-            )
-        )
-        k_states, v_states = (
-            (
-                pipeline.make_pipeline_state(user.Consumer, config.kv_stages),
-                pipeline.make_pipeline_state(user.Producer, config.converted_stages),
-            )
-            for _ in range(2)
-        )
-        stream = BlockStream(lambda n_block: n_block, k.convert, v.convert)
+        converter = CacheConverter.of(smem, pipelines, warp, thread % WARP, self.converters)
+        stages = self.config.kv_stages, self.config.converted_stages
+        states = rewriter_states(*stages), rewriter_states(*stages)
         cursor = walk.first()
         while walk.is_valid(cursor):
             following = walk.next(cursor)
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
-            place, k_states = stream.first(n_block, k_states)
-            place, k_states, v_states = stream.rest(begin, n_block, place, k_states, v_states)
-            k_states, v_states = stream.last(place, k_states, v_states)
+            states = converter.run(begin, n_block + 1, states)
             cursor = following
 
     # ------------------------------------------------------------------------------ consumer

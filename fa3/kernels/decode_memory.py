@@ -14,17 +14,17 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.decode_launch import TILE_N, DecodeConfig
 from fa3.kernels.kernel_base import AttentionKernel
-from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.attention import Attention
+from fa3.primitives.block_memory import BlockMemory
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline
-from fa3.primitives.fp8_blocks import CONVERTED, ConvertedPipeline
+from fa3.primitives.fp8_blocks import CONVERTED
 from fa3.primitives.output_store import RowLse
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
-from fa3.problem import FP8, AttentionSpec
+from fa3.problem import AttentionSpec
 from fa3.schedules.stream_k import CtaGroups, StreamK
 
 CONSUMER_BARRIER = 1
@@ -174,66 +174,55 @@ class DecodeMemory(AttentionKernel):
         """Element type of what is multiplied."""
         return CONVERTED if self.cache.is_fp8 else self.dtype
 
+    def block_memory(self, columns: int) -> BlockMemory:
+        """Blocks of K or of V in shared memory."""
+        config = self.config
+        if not self.cache.is_fp8:
+            return BlockMemory.of(TILE_N, columns, self.dtype, config.kv_stages)
+        sizes = config.kv_stages, config.converted_stages, self.converters
+        return BlockMemory.converted(TILE_N, columns, *sizes)
+
     @cute.jit
     def setup_shared_memory(self):
         """Lay out shared memory and initialise the mbarriers."""
-        config, row_major = self.config, LayoutEnum.ROW_MAJOR
-        shape_qk = (ROWS, TILE_N, self.columns)
-        shape_kv = (ROWS, TILE_N, self.columns_v)
-        is_fp8, dtype, loaded = self.cache.is_fp8, self.element, self.dtype
-        stages, converted = config.kv_stages, config.converted_stages
-        if cutlass.const_expr(is_fp8):
-            stages, loaded = converted, ELEMENT_TYPES[FP8]
-        layouts = (
-            sm90.make_smem_layout_a(row_major, shape_qk, dtype, config.q_stages),
-            sm90.make_smem_layout_b(row_major, shape_qk, dtype, stages),
-            sm90.make_smem_layout_b(row_major, shape_kv, dtype, stages),
-            sm90.make_smem_layout_b(row_major, shape_qk, loaded, config.kv_stages),
-            sm90.make_smem_layout_b(row_major, shape_kv, loaded, config.kv_stages),
-        )
-        sizes = [cute.cosize(layout) for layout in layouts]
-        loaded_sizes = sizes[3:] if is_fp8 else (0, 0)
+        config, is_fp8, dtype = self.config, self.cache.is_fp8, self.element
+        blocks_k, blocks_v = map(self.block_memory, (self.columns, self.columns_v))
+        shape, stages = (ROWS, TILE_N, self.columns), config.q_stages
+        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, dtype, stages)
 
         @cute.struct
         class Storage:
-            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            barriers_k: cute.struct.MemRange[Int64, 2 * config.kv_stages]
+            barriers_v: cute.struct.MemRange[Int64, 2 * config.kv_stages]
             number: cute.struct.MemRange[Int32, 1]
             largest: cute.struct.MemRange[Int32, WARPS * is_fp8]
-            converted_k: cute.struct.MemRange[cutlass.Int64, 2 * converted]
-            converted_v: cute.struct.MemRange[cutlass.Int64, 2 * converted]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, sizes[0]], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
-            loaded_k: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[0]], 1024]
-            loaded_v: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[1]], 1024]
+            converted_k: cute.struct.MemRange[Int64, 2 * config.converted_stages]
+            converted_v: cute.struct.MemRange[Int64, 2 * config.converted_stages]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, blocks_k.elements], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, blocks_v.elements], 1024]
+            loaded_k: cute.struct.Align[
+                cute.struct.MemRange[blocks_k.loaded_type, blocks_k.loaded_elements], 1024
+            ]
+            loaded_v: cute.struct.Align[
+                cute.struct.MemRange[blocks_v.loaded_type, blocks_v.loaded_elements], 1024
+            ]
 
         storage = SmemAllocator().allocate(Storage)
-        fields = storage.q, storage.k, storage.v, storage.loaded_k, storage.loaded_v
-        count = 5 if is_fp8 else 3
-        tensors = tuple(
-            field.get_tensor(layout.outer, swizzle=layout.inner)
-            for field, layout in zip(fields[:count], layouts[:count], strict=True)
-        )
-        readers = self.converters if is_fp8 else WARPS
-        loading = tuple(
-            block_pipeline(barriers, loaded, layout, self.gathers, readers)
-            for barriers, layout in (
-                (storage.barriers_k, layouts[3]),
-                (storage.barriers_v, layouts[4]),
-            )
-        )
+        buffer_k, loaded_k = blocks_k.buffers(storage.k, storage.loaded_k)
+        buffer_v, loaded_v = blocks_v.buffers(storage.v, storage.loaded_v)
+        buffer_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         number = largest = storage.number.get_tensor(cute.make_layout(1))
-        reading = loading
         if cutlass.const_expr(is_fp8):
             largest = storage.largest.get_tensor(cute.make_layout(WARPS))
-            reading = tuple(
-                ConvertedPipeline.create(barriers, converted, self.converters)
-                for barriers in (storage.converted_k, storage.converted_v)
-            )
-        # Unless the cache is FP8, K and V are the last two.
-        smem = DecodeBuffers(*tensors[:3], number, *tensors[-2:], largest)
-        pipelines = DecodePipelines(*reading, *loading)
+        smem = DecodeBuffers(buffer_q, buffer_k, buffer_v, number, loaded_k, loaded_v, largest)
+        loading_k, loading_v = (
+            block_pipeline(barriers, *blocks.loaded, blocks.rewriters or WARPS, self.gathers)
+            for barriers, blocks in ((storage.barriers_k, blocks_k), (storage.barriers_v, blocks_v))
+        )
+        pipe_k = blocks_k.pipeline(loading_k, storage.converted_k, WARPS)
+        pipe_v = blocks_v.pipeline(loading_v, storage.converted_v, WARPS)
+        pipelines = DecodePipelines(pipe_k, pipe_v, loading_k, loading_v)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
             # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.

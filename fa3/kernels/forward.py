@@ -42,7 +42,6 @@ from fa3.kernels.forward_epilogue import (
     ForwardEpilogue,
     ForwardOperands,
     ForwardPipelines,
-    SmemLayouts,
     TileContext,
 )
 from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
@@ -51,7 +50,7 @@ from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention, BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
 from fa3.primitives.dropout import DropoutArguments, TileDropout
-from fa3.primitives.fp8_blocks import ConvertedPipeline
+from fa3.primitives.fp8_blocks import CONVERTED, convert_rows
 from fa3.primitives.fragments import ScoreCoords
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
@@ -115,18 +114,13 @@ class Forward(ForwardEpilogue):
         kind = Fp8Products if self.spec.is_fp8 else SixteenBits
         if self.cache is not None and self.cache.is_fp8:
             kind = Fp8Keys
-        columns = self.columns, self.columns_v
-        return kind(self.config, self.dtype, *columns, has_cache=self.cache is not None)
+        dtype = CONVERTED if kind is Fp8Keys else self.dtype
+        return kind(self.config, dtype, self.columns, self.columns_v)
 
     @property
     def box(self) -> int:
         """Keys of a cache that one TMA copy loads."""
         return self.cache.box(self.config.tile_n)
-
-    @property
-    def has_rewriters(self) -> bool:
-        """Whether warps rewrite blocks before WGMMAs read them."""
-        return self.format.rewriters > 0
 
     @cute.jit
     def launch(self, call: ForwardArguments, stream):
@@ -138,7 +132,7 @@ class Forward(ForwardEpilogue):
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
             q, k, v, o = (self.dense_view(tensor) for tensor in (call.q, call.k, call.v, call.o))
-        layouts = self.smem_layouts()
+        blocks_k, blocks_v = self.format.memory
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         rows_q, heads_q, _ = call.q.shape[-3:]
@@ -153,16 +147,16 @@ class Forward(ForwardEpilogue):
             row_store = RowStore(self.dense_view(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
         if cutlass.const_expr(self.cache is None):
-            k = TmaTensor.of(load_kv, k, layouts.loaded_k, config.cluster)
-            v = TmaTensor.of(load_kv, v, layouts.loaded_v, config.cluster)
+            k = TmaTensor.of(load_kv, k, blocks_k.loaded_layout, config.cluster)
+            v = TmaTensor.of(load_kv, v, blocks_v.loaded_layout, config.cluster)
         else:
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)
         operands = ForwardOperands(
-            TmaTensor.of(load, q, layouts.q),
+            TmaTensor.of(load, q, self.q_layout),
             k,
             v,
-            TmaTensor.of(store, o, layouts.o),
+            TmaTensor.of(store, o, self.o_layout),
             lse,
             heads_of_key,
             call.modifiers,
@@ -189,7 +183,7 @@ class Forward(ForwardEpilogue):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        return self.format.registers[self.config.consumers]
+        return self.config.thread_registers(self.spec, self.cache is not None)
 
     @property
     def following(self) -> "Forward":
@@ -266,19 +260,19 @@ class Forward(ForwardEpilogue):
             call.part_buffer, call.part_counters, call.num_slots, rows, self.columns_v, row_store
         )
 
-    def smem_layouts(self) -> SmemLayouts:
-        """The buffers' shared-memory layouts, swizzled for WGMMA and TMA."""
-        config = self.config
-        slabs, row_major = config.consumers * config.q_stages, LayoutEnum.ROW_MAJOR
-        q, o = (ROWS, config.tile_n, self.columns), (ROWS, config.tile_n, self.columns_v)
-        k, v, *loaded = self.format.layouts()
-        return SmemLayouts(
-            sm90.make_smem_layout_a(row_major, q, self.dtype, slabs),
-            k,
-            v,
-            sm90.make_smem_layout_a(row_major, o, self.out_type, config.consumers),
-            *loaded,
-        )
+    @property
+    def q_layout(self) -> cute.ComposedLayout:
+        """The layout of slabs of Q in shared memory, swizzled for WGMMA and TMA."""
+        shape = ROWS, self.config.tile_n, self.columns
+        slabs = self.config.consumers * self.config.q_stages
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, slabs)
+
+    @property
+    def o_layout(self) -> cute.ComposedLayout:
+        """The same for slabs of O."""
+        shape = ROWS, self.config.tile_n, self.columns_v
+        consumers = self.config.consumers
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.out_type, consumers)
 
     @cute.kernel
     def kernel(
@@ -309,7 +303,7 @@ class Forward(ForwardEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
-            if cutlass.const_expr(self.has_rewriters):  # noqa: SIM102, joined both would be traced
+            if cutlass.const_expr(self.format.rewriters):  # noqa: SIM102, joined both would be traced
                 if warp_idx >= WARPS - self.format.rewriters:
                     self.rewrite(operands, smem, pipelines, sequences, schedule, cursor)
         else:
@@ -328,55 +322,52 @@ class Forward(ForwardEpilogue):
     @cute.jit
     def setup_shared_memory(self, schedule):
         """Lay out shared memory, initialise the mbarriers and synchronize the cluster."""
-        config, form = self.config, self.format
-        layouts = self.smem_layouts()
-        sizes = [cute.cosize(layout) for layout in layouts]
+        config, (blocks_k, blocks_v) = self.config, self.format.memory
+        q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
+        o_elements = config.own_o * cute.cosize(o_layout)
+        maxima = warps * self.format.converts_q
 
         @cute.struct
         class Storage:
-            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
-            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * form.k_stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * form.v_stages]
-            schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], 1024]
-            o: cute.struct.Align[cute.struct.MemRange[self.out_type, config.own_o * sizes[3]], 1024]
+            barriers_q: cute.struct.MemRange[Int64, 2 * config.q_stages]
+            barriers_k: cute.struct.MemRange[Int64, 2 * blocks_k.stages]
+            barriers_v: cute.struct.MemRange[Int64, 2 * blocks_v.stages]
+            schedule: cute.struct.MemRange[Int64, self.schedule_type.shared_words]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[blocks_k.dtype, blocks_k.elements], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[blocks_v.dtype, blocks_v.elements], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[self.out_type, o_elements], 1024]
             loaded_k: cute.struct.Align[
-                cute.struct.MemRange[form.loaded_type, form.rewrites_k * sizes[4]], 1024
+                cute.struct.MemRange[blocks_k.loaded_type, blocks_k.loaded_elements], 1024
             ]
             loaded_v: cute.struct.Align[
-                cute.struct.MemRange[form.loaded_type, form.rewrites_v * sizes[5]], 1024
+                cute.struct.MemRange[blocks_v.loaded_type, blocks_v.loaded_elements], 1024
             ]
-            barriers_loaded_k: cute.struct.MemRange[
-                cutlass.Int64, 2 * config.kv_stages * form.rewrites_k
-            ]
-            barriers_loaded_v: cute.struct.MemRange[
-                cutlass.Int64, 2 * config.kv_stages * form.rewrites_v
-            ]
+            largest: cute.struct.MemRange[Int32, maxima]
+            barriers_loaded_k: cute.struct.MemRange[Int64, 2 * blocks_k.loaded_stages]
+            barriers_loaded_v: cute.struct.MemRange[Int64, 2 * blocks_v.loaded_stages]
 
         storage = SmemAllocator().allocate(Storage)
-        fields = (
-            storage.q,
-            storage.k,
-            storage.v,
-            storage.o if config.own_o else storage.q,
-            storage.loaded_k if form.rewrites_k else storage.k,
-            storage.loaded_v if form.rewrites_v else storage.v,
-        )
+        buffer_k, loaded_k = blocks_k.buffers(storage.k, storage.loaded_k)
+        buffer_v, loaded_v = blocks_v.buffers(storage.v, storage.loaded_v)
+        buffer_o, largest = storage.o if config.own_o else storage.q, None
+        if cutlass.const_expr(maxima > 0):
+            largest = storage.largest.get_tensor(cute.make_layout((WARPS, config.consumers)))
         smem = ForwardBuffers(
-            *(
-                field.get_tensor(layout.outer, swizzle=layout.inner)
-                for field, layout in zip(fields, layouts, strict=True)
-            )
+            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
+            buffer_k,
+            buffer_v,
+            buffer_o.get_tensor(o_layout.outer, swizzle=o_layout.inner),
+            loaded_k,
+            loaded_v,
+            largest,
         )
-        warps = WARPS * config.consumers
 
-        def tma_pipeline(barriers, kind, stages: int, layout, copies: int, peers: int, warps=warps):
+        def tma_pipeline(barriers, kind, layout, warps: int, copies=1, peers=config.cluster):
             stage_bytes = cute.size_in_bytes(kind, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
+                num_stages=cute.size(layout, mode=[2]) // copies,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
                 consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps * peers),
                 tx_count=copies * stage_bytes,
@@ -385,27 +376,20 @@ class Forward(ForwardEpilogue):
                 defer_sync=True,
             )
 
-        def block_pipelines(barriers, barriers_loaded, layout, stages: int, is_rewritten: bool):
-            """The pipeline to the consumers and the one that loads, which may be the same."""
-            block_sizes = form.loaded_type, config.kv_stages, layout, 1, config.cluster
-            if cutlass.const_expr(not is_rewritten):
-                return (tma_pipeline(barriers, *block_sizes),) * 2
-            loading = tma_pipeline(barriers_loaded, *block_sizes, warps=form.rewriters)
-            return ConvertedPipeline.create(barriers, stages, form.rewriters, warps), loading
-
         pipeline_q = tma_pipeline(
-            storage.barriers_q, self.dtype, config.q_stages, layouts.q, config.consumers, 1
+            storage.barriers_q, self.dtype, q_layout, warps, config.consumers, 1
         )
-        pipeline_k, loading_k = block_pipelines(
-            storage.barriers_k, storage.barriers_loaded_k, layouts.loaded_k, form.k_stages,
-            form.rewrites_k,
-        )  # fmt: skip
-        pipeline_v, loading_v = block_pipelines(
-            storage.barriers_v, storage.barriers_loaded_v, layouts.loaded_v, form.v_stages,
-            form.rewrites_v,
-        )  # fmt: skip
+        barriers_k, barriers_v = storage.barriers_k, storage.barriers_v
+        if cutlass.const_expr(blocks_k.rewriters > 0):
+            barriers_k = storage.barriers_loaded_k
+        if cutlass.const_expr(blocks_v.rewriters > 0):
+            barriers_v = storage.barriers_loaded_v
+        loading_k = tma_pipeline(barriers_k, *blocks_k.loaded, blocks_k.rewriters or warps)
+        pipeline_k = blocks_k.pipeline(loading_k, storage.barriers_k, warps)
+        loading_v = tma_pipeline(barriers_v, *blocks_v.loaded, blocks_v.rewriters or warps)
+        pipeline_v = blocks_v.pipeline(loading_v, storage.barriers_v, warps)
         pipelines = ForwardPipelines(pipeline_q, pipeline_k, pipeline_v, loading_k, loading_v)
-        schedule = schedule.connected(storage.schedule.data_ptr(), warps + form.rewriters)
+        schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -414,10 +398,12 @@ class Forward(ForwardEpilogue):
             cute.arch.sync_threads()
         return smem, pipelines, schedule
 
-    def pipeline_states(self, user: pipeline.PipelineUserType, k_stages: int, v_stages: int):
-        """Initial pipeline states of a producer or a consumer, for Q, K and V."""
-        stages = (self.config.q_stages, k_stages, v_stages)
-        return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
+    def pipeline_states(self, user: pipeline.PipelineUserType):
+        """Initial pipeline states of the producer or a consumer, for Q, K and V."""
+        keys = (self.config.kv_stages,) * 2
+        if user is pipeline.PipelineUserType.Consumer:
+            keys = tuple(blocks.stages for blocks in self.format.memory)
+        return tuple(pipeline.make_pipeline_state(user, n) for n in (self.config.q_stages, *keys))
 
     def cluster_rank(self):
         """This CTA's rank among those that share K and V."""
@@ -456,9 +442,7 @@ class Forward(ForwardEpilogue):
         config = self.config
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
-        producer, stages = pipeline.PipelineUserType.Producer, config.kv_stages
-        states = self.pipeline_states(producer, stages, stages)
-        q_state, k_state, v_state = states
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -512,7 +496,7 @@ class Forward(ForwardEpilogue):
             tile = self.tile_of(segment, self.cluster_rank())
             sequence = sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
-            states = rewriter.run(blocks, states)
+            states = rewriter.run(blocks.begin, blocks.end, states)
             cursor = schedule.next(cursor)
 
     def stream_of_cache(
@@ -560,9 +544,7 @@ class Forward(ForwardEpilogue):
         regs = mmas.fragments(smem.q, smem.k, smem.v)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
-        stages = self.format.k_stages, self.format.v_stages
-        states = self.pipeline_states(pipeline.PipelineUserType.Consumer, *stages)
-        q_state, k_state, v_state = states
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -573,6 +555,8 @@ class Forward(ForwardEpilogue):
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
             sequence = sequences.sequence(segment)
             scale, scale_v = self.scales(operands, tile, softmax_scale)
+            if cutlass.const_expr(self.format.converts_q):
+                scale *= self.convert_q(smem, pipelines.q, q_state, group, thread, out.barrier)
             shown = mask.at(tile.batch, tile.head)
             rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
@@ -638,12 +622,25 @@ class Forward(ForwardEpilogue):
         turns.finish()
         out.wait()
 
+    def convert_q(self, smem: ForwardBuffers, pipe_q, q_state, group, thread, barrier):
+        """Convert this warpgroup's rows of Q to fp16; return what scores are multiplied by."""
+        pipe_q.consumer_wait(q_state)
+        rows = smem.q[None, None, q_state.index * self.config.consumers + group]
+        largest = smem.largest[None, group]
+        unscale = convert_rows(rows, self.dtype, Int32(ROWS), largest, barrier, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier.arrive_and_wait()
+        return unscale
+
     def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:
         """The scale of a tile's scores, and of its values; None for 1."""
-        if not self.has_rewriters:
+        if operands.descales is None:
             return softmax_scale, None
         head_kv = operands.heads_of_key.quotient(tile.head)
-        return self.format.scales(softmax_scale, operands.descales, tile.batch, head_kv)
+        scale_k, scale_v, *scale_q = (one[tile.batch, head_kv] for one in operands.descales)
+        for one in (*scale_q, scale_k):
+            softmax_scale *= one
+        return softmax_scale, scale_v
 
     @property
     def skips_before_next(self) -> bool:

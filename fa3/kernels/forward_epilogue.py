@@ -49,20 +49,9 @@ class ForwardOperands(NamedTuple):
     descales: tuple | None  # see `ForwardArguments`
 
 
-class SmemLayouts(NamedTuple):
-    """Swizzled layouts (rows, columns, count): Q and O count slabs of 64 rows, K and V stages.
-    Consumers read k and v, with products in FP8 V^T; TMA loads `loaded_k` and `loaded_v`."""
-
-    q: cute.ComposedLayout
-    k: cute.ComposedLayout
-    v: cute.ComposedLayout
-    o: cute.ComposedLayout
-    loaded_k: cute.ComposedLayout
-    loaded_v: cute.ComposedLayout
-
-
 class ForwardBuffers(NamedTuple):
-    """The buffers in shared memory, with the layouts of `SmemLayouts`."""
+    """The buffers in shared memory, swizzled (rows, columns, count): Q and O count slabs of 64
+    rows, K and V stages. Consumers read k and v, with products in FP8 V^T; TMA loads others."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -70,6 +59,8 @@ class ForwardBuffers(NamedTuple):
     o: cute.Tensor
     loaded_k: cute.Tensor
     loaded_v: cute.Tensor
+    # (4, consumers) int32, the largest query of each warp; None unless consumers convert Q.
+    largest: cute.Tensor | None
 
 
 class ForwardPipelines(NamedTuple):

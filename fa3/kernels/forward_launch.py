@@ -11,7 +11,13 @@ from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.fp8_compute import fragment_registers
 from fa3.primitives.shared_memory import check_fits, padded
-from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
+from fa3.primitives.wgmma import (
+    REGISTERS,
+    REGISTERS_OF_CONVERTERS,
+    REGISTERS_OF_PAGES,
+    ROWS,
+    WARPGROUP,
+)
 from fa3.problem import ELEMENTS, FP8, FP8_BYTES, AttentionSpec
 
 FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
@@ -72,11 +78,16 @@ class ForwardConfig:
     def threads(self) -> int:
         return WARPGROUP * (1 + self.consumers)
 
-    @property
-    def fragment_registers(self) -> int:
+    def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
+        """Registers of a thread of the producer warpgroup, and of a consumer."""
+        table = REGISTERS_OF_PAGES if spec.is_fp8 or has_cache else REGISTERS
+        if self.converted_stages and not spec.is_fp8:
+            table = REGISTERS_OF_CONVERTERS
+        return table[self.consumers]
+
+    def fragment_registers(self, spec: AttentionSpec) -> int:
         """Registers of a consumer thread for its fragments of S, P and O."""
-        _, registers = (REGISTERS_OF_PAGES if self.converted_stages else REGISTERS)[self.consumers]
-        return registers - OTHER_REGISTERS
+        return self.thread_registers(spec, False)[1] - OTHER_REGISTERS
 
     @property
     def recompute(self) -> "ForwardConfig":
@@ -149,12 +160,12 @@ class ForwardConfig:
         if self.fixed_reference and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_reference must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)
-        if self.registers(spec) > self.fragment_registers:
+        if self.registers(spec) > self.fragment_registers(spec):
             drawn = " and random numbers" if spec.has_dropout else ""
             raise ValueError(
                 f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes "
                 f"{self.registers(spec)} registers a thread for S, P and O{drawn}, there are "
-                f"{self.fragment_registers} with tile_m={self.tile_m}"
+                f"{self.fragment_registers(spec)} with tile_m={self.tile_m}"
             )
 
 

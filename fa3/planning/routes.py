@@ -196,7 +196,9 @@ class Signature:
         tiling = general_tiling
         if self.cache is not None:
             tiling = converting_tiling if self.cache.is_fp8 else halved_tiling
-        return replace(tiling(self.spec), fixed_reference=takes_fixed_reference(self.spec))
+        # On an FP8 cache P is in fp16.
+        is_fixed = takes_fixed_reference(self.spec) and not (self.cache and self.cache.is_fp8)
+        return replace(tiling(self.spec), fixed_reference=is_fixed)
 
     @property
     def finds_keys(self) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
+from fa3.kernels.forward_launch import BOUNDED, FP8_KEYS, ForwardConfig
 from fa3.planning.costs import Gpu, TileCosts, TileKey, has_mask
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import SLACK
@@ -132,7 +132,7 @@ class Tiling(NamedTuple):
             # random numbers.
             and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
             and (self.functions or has_mask(spec) == self.masked)
-            and self.config.registers(spec) <= self.config.fragment_registers
+            and self.config.registers(spec) <= self.config.fragment_registers(spec)
             and (
                 self.config.own_o or spec.is_fp8 or padded(spec.head_dim) == padded(spec.head_dim_v)
             )
@@ -290,15 +290,16 @@ def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
 
 def converting_tiling(spec: AttentionSpec) -> ForwardConfig:
     """The tiling for keys in an FP8 cache: as for 16 bits, with smaller blocks if these and loaded
-    ones do not fit. Where blocks have as many keys, results have the bits of a 16-bit cache."""
-    config = halved_tiling(spec)
-    config = replace(config, kv_stages=2, converted_stages=2)
+    ones do not fit. Where blocks have as many keys, results in fp16 have the bits of an fp16 cache.
+    """
+    config = replace(halved_tiling(spec), kv_stages=2, converted_stages=2)
     if config.smem_bytes(spec) > CAPACITY:
         config = replace(config, kv_stages=1)
     if config.smem_bytes(spec) > CAPACITY:
         config = replace(config, q_stages=1)
+    config = replace(config, tile_n=config.tile_n // FP8_KEYS * FP8_KEYS)
     while config.smem_bytes(spec) > CAPACITY:
-        config = replace(config, tile_n=config.tile_n - 16)
+        config = replace(config, tile_n=config.tile_n - FP8_KEYS)
     return config
 
 

@@ -67,7 +67,7 @@ class Mmas(NamedTuple):
             self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sK)),
             self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sVt)),
             acc_O,
-            cute.make_rmem_tensor(shape_S, sQ.element_type),
+            cute.make_rmem_tensor(shape_S, sV.element_type),
         )
 
 

@@ -78,9 +78,7 @@ EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
 """L2 cache policies of a copy, encoded as by PTX `createpolicy`."""
 
 
-def block_pipeline(
-    barriers, dtype, layout, gathers: bool, warps: int = WARPS
-) -> pipeline.PipelineAsync:
+def block_pipeline(barriers, dtype, layout, warps: int, gathers: bool) -> pipeline.PipelineAsync:
     """Return the mbarrier pipeline from a producer of blocks to the warps that read them.
 
     `layout` is (tile_n, columns, stages). `GatheredBlocks` loads the blocks if it `gathers`,

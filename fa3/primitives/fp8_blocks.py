@@ -1,8 +1,8 @@
 """Blocks of an FP8 cache, converted to 16 bits in shared memory for the MMA warpgroups.
 
 TMA or cp.async loads a block as e4m3. Converter warps write it in 16 bits, in the layout of blocks
-of a 16-bit cache. So the MMA warpgroups do the same as for these. To fp16 two values
-take one instruction, to bf16 four; both hold all values of e4m3. The decode kernel takes fp16.
+of a 16-bit cache. So the MMA warpgroups do the same as for these. To fp16 two values take one
+instruction, to bf16 they would take four. fp16 holds all values of e4m3.
 
 Each lane converts 16 bytes at a time: one chunk of a loaded row, two chunks of a converted row. The
 lanes of a warp are spread over rows and chunks so that neither side has bank conflicts.
@@ -14,11 +14,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, pipeline
 
+from fa3.primitives.attention import BlockStream
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
 CHUNK = 16  # bytes of a chunk: what a lane loads at once, and the unit of a swizzle
+CHUNKS_AT_ONCE = 8  # chunks that a lane has in registers, which hides what loads take
 LARGEST_EXPONENT = 127 + 14  # biased exponent that the largest query of a tile gets in fp16
 MOST_SCALED = 120  # exponent of the largest power of two that queries are multiplied by
 CONVERTED = Float16  # element type of queries and of blocks that are multiplied
@@ -57,45 +59,51 @@ def block_of(tensor: cute.Tensor, offset, layout: cute.Layout) -> cute.Tensor:
 
 
 @dataclass(frozen=True)
-class BlockConverter:
-    """Converts blocks of K or of V, with a few warps."""
+class BlockRewriter:
+    """Makes blocks for the MMA warpgroups of loaded blocks of K or of V, with a few warps."""
 
     loaded: cute.Tensor  # blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled
-    converted: cute.Tensor  # the same in 16 bits
+    written: cute.Tensor  # the blocks that are made
     loading: pipeline.PipelineAsync  # the pipeline from the producer
-    converting: "ConvertedPipeline"  # the pipeline to the MMA warpgroup; see `ConvertedPipeline`
-    # warp, lane: of this thread; the first converter warp is 0.
+    writing: "ConvertedPipeline"  # the pipeline to the MMA warpgroups
+    # warp, lane: of this thread; the first of the warps is 0.
     warp: Int32
     lane: Int32
-    warps: int  # converter warps
-    chunks_at_once: int = 0  # that a lane has in registers; 0 for its share of a box
+    warps: int  # how many rewrite
 
     @cute.jit
-    def convert(self, _, states: tuple):
-        """Convert the next block; return the next states of `loading` and of `converting`."""
+    def rewrite(self, _, states: tuple):
+        """Rewrite the next block; return the next states of `loading` and of `writing`."""
         from_state, to_state = states
         self.loading.consumer_wait(from_state)
-        for box in cutlass.range_constexpr(self.sizes[1] // self.width):
-            for first in cutlass.range_constexpr(0, self.groups, self.groups_at_once):
-                last = min(first + self.groups_at_once, self.groups)
-                chunks = self.load(box, first, last, from_state.index)
-                if cutlass.const_expr(box + first == 0):
-                    self.converting.producer_acquire(to_state)
-                self.store(chunks, box, first, to_state.index)
-            if cutlass.const_expr(self.rest > 0):
-                if cutlass.const_expr(box + self.groups == 0):
-                    self.converting.producer_acquire(to_state)
-                if self.warp < self.rest:
-                    more = self.load(box, self.groups, self.groups + 1, from_state.index)
-                    self.store(more, box, self.groups, to_state.index)
+        self.copy(from_state, to_state)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         # Only now: loads may still be on their way when an earlier arrival is seen.
         self.loading.consumer_release(from_state)
-        self.converting.producer_commit(to_state)
+        self.writing.producer_commit(to_state)
         from_state.advance()
         to_state.advance()
         return from_state, to_state
+
+    def copy(self, from_state, to_state):
+        """Rewrite this warp's part of a block; acquire the stage where it is written."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BlockConverter(BlockRewriter):
+    """Converts blocks of K or of V to 16 bits."""
+
+    @cute.jit
+    def copy(self, from_state, to_state):
+        for box in cutlass.range_constexpr(self.sizes[1] // self.width):
+            for first in cutlass.range_constexpr(0, self.groups, CHUNKS_AT_ONCE // self.halves):
+                last = min(first + CHUNKS_AT_ONCE // self.halves, self.groups)
+                chunks = self.load(box, first, last, from_state.index)
+                if cutlass.const_expr(box + first == 0):
+                    self.writing.producer_acquire(to_state)
+                self.store(chunks, box, first, to_state.index)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -113,32 +121,13 @@ class BlockConverter:
         return max(1, self.width // 64)
 
     @property
-    def groups_of_block(self) -> int:
-        """Groups of rows of a block that a warp converts at once."""
-        return self.sizes[0] // LanePlace(self.width, 0).rows
-
-    @property
     def groups(self) -> int:
-        """Groups of each warp."""
-        return self.groups_of_block // self.warps
+        """Groups of rows of a block that each warp converts, one after the other."""
+        return self.sizes[0] // (self.warps * LanePlace(self.width, 0).rows)
 
-    @property
-    def rest(self) -> int:
-        """Groups that remain, one each for the first warps."""
-        return self.groups_of_block % self.warps
-
-    @property
-    def groups_at_once(self) -> int:
-        """Groups that a warp loads before it converts them."""
-        return max(1, self.chunks_at_once // self.halves) if self.chunks_at_once else self.groups
-
-    def rows(self, place: LanePlace, first: int) -> tuple:
-        """The lane's row in group `first` of its warp, and rows from one group to the next.
-        A warp has neighbouring groups, unless one remains: then warps take turns."""
-        if self.rest:
-            step = self.warps * place.rows
-            return self.warp * place.rows + place.row + first * step, step
-        return self.warp * (self.groups * place.rows) + place.row + first * place.rows, place.rows
+    def row(self, place: LanePlace, group: int):
+        """The lane's row in a group of its warp."""
+        return self.warp * (self.groups * place.rows) + place.row + group * place.rows
 
     @cute.jit
     def load(
@@ -149,8 +138,8 @@ class BlockConverter:
         place = LanePlace(width, self.lane)
         groups = last - first
         chunks = cute.make_rmem_tensor((CHUNK, groups, self.halves), self.loaded.element_type)
-        row, step = self.rows(place, first)
-        layout = cute.make_layout((CHUNK, groups), stride=(1, step * width))
+        row = self.row(place, first)
+        layout = cute.make_layout((CHUNK, groups), stride=(1, place.rows * width))
         for half in cutlass.range_constexpr(self.halves):
             chunk = (4 * half + place.chunk) ^ place.swizzle(width)
             offset = stage * (tile_n * columns) + row * width + chunk * CHUNK
@@ -165,24 +154,49 @@ class BlockConverter:
         (tile_n, columns), width = self.sizes, min(128, 2 * self.width)
         place = LanePlace(self.width, self.lane)
         _, groups, halves = chunks.shape
-        (row, step), in_row = self.rows(place, first), width // 2
+        row, in_row = self.row(place, first), width // 2
         layout = cute.make_layout(
-            (VECTOR, groups, halves), stride=(1, step * in_row, tile_n * in_row)
+            (VECTOR, groups, halves), stride=(1, place.rows * in_row, tile_n * in_row)
         )
         targets = []
         for i in cutlass.range_constexpr(2):
             chunk = (2 * place.chunk + i) ^ place.swizzle(width)
             offset = stage * (tile_n * columns) + row * in_row + chunk * VECTOR
             offset = offset + box * halves * tile_n * in_row
-            targets.append(block_of(self.converted, offset, layout))
+            targets.append(block_of(self.written, offset, layout))
         for half in cutlass.range_constexpr(halves):
             for group in cutlass.range_constexpr(groups):
-                values = cute.make_rmem_tensor((VECTOR, 2), self.converted.element_type)
+                values = cute.make_rmem_tensor((VECTOR, 2), self.written.element_type)
                 source = chunks[None, group, half].iterator
                 pair = cute.make_tensor(source, cute.make_layout((VECTOR, 2)))
-                values.store(pair.load().to(self.converted.element_type))
+                values.store(pair.load().to(self.written.element_type))
                 for i in cutlass.range_constexpr(2):
                     cute.autovec_copy(values[None, i], targets[i][None, group, half])
+
+
+@dataclass(frozen=True)
+class CacheConverter:
+    """Converts blocks of K and V, with a few warps."""
+
+    k: BlockConverter
+    v: BlockConverter
+
+    @classmethod
+    def of(cls, smem, pipelines, *warp_and_lane) -> "CacheConverter":
+        """What converts blocks from `loaded_k` and `loaded_v` to `k` and `v` of a kernel."""
+        buffers_k = smem.loaded_k, smem.k, pipelines.loaded_k, pipelines.k
+        buffers_v = smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v
+        return cls(*(BlockConverter(*x, *warp_and_lane) for x in (buffers_k, buffers_v)))
+
+    @cute.jit
+    def run(self, begin, end, states: tuple) -> tuple:
+        """Convert a tile's blocks from `end - 1` down to `begin`; return the next states."""
+        k_states, v_states = states
+        stream = BlockStream(lambda n_block: n_block, self.k.rewrite, self.v.rewrite)
+        n_block = end - 1
+        place, k_states = stream.first(n_block, k_states)
+        place, k_states, v_states = stream.rest(begin, n_block, place, k_states, v_states)
+        return stream.last(place, k_states, v_states)
 
 
 @dataclass(frozen=True)
@@ -225,9 +239,18 @@ class ConvertedPipeline:
             self.pipe.consumer_release(state)
 
 
+def rewriter_states(loaded_stages: int, stages: int) -> tuple:
+    """The first states of a warp that takes loaded blocks and makes others of them."""
+    user = pipeline.PipelineUserType
+    return (
+        pipeline.make_pipeline_state(user.Consumer, loaded_stages),
+        pipeline.make_pipeline_state(user.Producer, stages),
+    )
+
+
 @cute.jit
 def convert_rows(
-    # (rows, columns), fp16; each 16 bytes have 8 elements of `dtype`, see `fetch_rows`.
+    # (rows, columns) in 16 bits; each 16 bytes have 8 elements of `dtype`, see `fetch_rows`.
     smem: cute.Tensor,
     dtype: cutlass.Constexpr,
     rows: Int32,  # how many of them are rows of Q; the others are 0
@@ -265,7 +288,8 @@ def convert_rows(
             values, target = elements_at(smem, dtype, thread + i * WARPGROUP)
             converted = cute.make_rmem_tensor(VECTOR, CONVERTED)
             converted.store((values.load() * scale).to(CONVERTED))
-            cute.autovec_copy(converted, target)
+            # The tensor may say the type of before: to read it as another would lose its swizzle.
+            cute.autovec_copy(cute.recast_tensor(converted, target.element_type), target)
     return unscale
 
 

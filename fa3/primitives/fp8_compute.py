@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, pipeline
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention, Fragments
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fp8_blocks import CHUNK, ConvertedPipeline, swizzle_of
+from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.wgmma import ROWS
 
@@ -264,47 +264,24 @@ def as_operand(words: cute.Tensor) -> cute.Tensor:
 
 
 @dataclass(frozen=True)
-class ValueTransposer:
-    """Transposes blocks of V in shared memory, with a few warps.
+class ValueTransposer(BlockRewriter):
+    """Transposes blocks of V to (columns, tile_n), with keys in the key order.
 
     A warp reads 16 keys and 32 columns at once, as four matrices of 8 rows and 16 bytes that are
     transposed in pairs of bytes. Byte permutations part even and odd columns. Lanes from 16 on take
     the two in the other order, so that the 8 rows of a matrix are written without bank conflicts.
     """
 
-    loaded: cute.Tensor  # blocks (tile_n, columns, stages) as TMA loads them; e4m3, swizzled
-    transposed: cute.Tensor  # (columns, tile_n, stages), with keys in the key order
-    loading: pipeline.PipelineTmaAsync  # the pipeline from the producer
-    transposing: ConvertedPipeline  # the pipeline to the MMA warpgroups
-    # warp, lane: of this thread; the first of the warps is 0.
-    warp: Int32
-    lane: Int32
+    @cute.jit
+    def run(self, begin, end, states: tuple) -> tuple:
+        """Transpose the `end - begin` blocks of V of a tile; return the next states."""
+        for _ in cutlass.range(end - begin, unroll=1):
+            states = self.rewrite(None, states)
+        return states
 
     @cute.jit
-    def run(self, blocks, states: tuple) -> tuple:
-        """Transpose a tile's blocks of V (`fa3.scores.masks.Blocks`); return the next states."""
-        from_state, to_state = states
-        for _ in cutlass.range(blocks.end - blocks.begin, unroll=1):
-            from_state, to_state = self.transpose(from_state, to_state)
-        return from_state, to_state
-
-    @cute.jit
-    def transpose(self, from_state, to_state):
-        """Transpose the next block; return the next states of `loading` and `transposing`."""
-        self.loading.consumer_wait(from_state)
-        self.transposing.producer_acquire(to_state)
-        self.copy(from_state.index, to_state.index)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        self.loading.consumer_release(from_state)
-        self.transposing.producer_commit(to_state)
-        from_state.advance()
-        to_state.advance()
-        return from_state, to_state
-
-    @cute.jit
-    def copy(self, from_stage, to_stage):
-        """Transpose this warp's keys of a block."""
+    def copy(self, from_state, to_state):
+        self.writing.producer_acquire(to_state)
         tile_n, columns = (cute.size(self.loaded, mode=[i]) for i in range(2))
         width, length = box_bytes(columns, 1), box_bytes(tile_n, 1)
         matrix, row = self.lane // 8, self.lane % 8
@@ -313,11 +290,12 @@ class ValueTransposer:
         other = Int32(ODD_BYTES) if is_first else Int32(EVEN_BYTES)
         key = 8 * (matrix % 2) + row
         column = 16 * (matrix // 2) + 2 * row + (matrix % 2 ^ row // 4)
-        source = place_in_buffer(self.loaded, from_stage * (tile_n * columns) + key * width)
-        target = place_in_buffer(self.transposed, to_stage * (tile_n * columns) + column * length)
+        block = tile_n * columns
+        source = place_in_buffer(self.loaded, from_state.index * block + key * width)
+        target = place_in_buffer(self.written, to_state.index * block + column * length)
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
-        for i in cutlass.range_constexpr(tile_n // CHUNK // TRANSPOSERS):
-            piece = self.warp * (tile_n // CHUNK // TRANSPOSERS) + i
+        for i in cutlass.range_constexpr(tile_n // CHUNK // self.warps):
+            piece = self.warp * (tile_n // CHUNK // self.warps) + i
             box, chunk = piece * CHUNK // length, piece * CHUNK % length // CHUNK
             to = target + box * (columns * length) + (chunk ^ swizzle_t) * CHUNK
             for first in cutlass.range_constexpr(0, columns // 32, LOADS_AT_ONCE):

@@ -128,9 +128,14 @@ class SlabStore:
             cute.copy(self.tma.atom, from_smem[None, self.group], to_gmem[None, slab])
             cute.arch.cp_async_bulk_commit_group()
 
+    @property
+    def barrier(self) -> pipeline.NamedBarrier:
+        """The barrier of this warpgroup."""
+        return pipeline.NamedBarrier(self.first_barrier + self.group, WARPGROUP)
+
     def meet(self) -> None:
         """Wait for the other warps of this warpgroup."""
-        pipeline.NamedBarrier(self.first_barrier + self.group, WARPGROUP).arrive_and_wait()
+        self.barrier.arrive_and_wait()
 
     def wait(self):
         """Wait until TMA has read the last slab from shared memory."""

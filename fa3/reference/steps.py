@@ -145,9 +145,7 @@ def execute_decode(plan: DecodePlan, values: Mapping[str, Any], max_seqlen_k: in
         batch, host_tensor(used_k), values["seqlen_new"], tables, plan.spec.mask, sizes.seqlen_q,
         max_seqlen_k, plan.window, TILE_N, packed=queries, packed_keys=keys,
     )  # fmt: skip
-    # Blocks of an FP8 cache are multiplied in fp16.
-    rounded_to = None if values["descales"] is None else torch.float16
-    walk = Walker(plan.spec, plan.window, values, rounded_to)
+    walk = Walker(plan.spec, plan.window, values)
     walk.run(steps_of_decode(plan, sequences))
 
 

@@ -192,7 +192,6 @@ class Walker:
         spec: AttentionSpec,
         window: Window,  # of the mask, keys that a query sees before and after its own position
         values: Mapping[str, Any],
-        rounded_to: torch.dtype | None = None,  # of P; the dtype of q if None
     ):
         """Bind scores, mask and sinks to their tensors.
 
@@ -214,7 +213,9 @@ class Walker:
         self.function = getattr(self.mask, "function", None)
         self.softmax_scale = values["softmax_scale"]
         self.dropout, self.page_table = values.get("dropout"), values.get("page_table")
-        self.rounded_to = rounded_to or self.q.dtype
+        # Blocks of an FP8 cache are multiplied in fp16.
+        is_fp8_cache = self.descales is not None and not spec.is_fp8
+        self.rounded_to = torch.float16 if is_fp8_cache else self.q.dtype
         self.slack = 0.0 if spec.is_fp8 else SLACK
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
