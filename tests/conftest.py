@@ -144,12 +144,3 @@ def always_fixed(monkeypatch):
     forget_prepared_calls()
     yield
     forget_prepared_calls()
-
-
-@pytest.fixture
-def poisoned_memory():
-    """Run a test with `poisoned_allocations`."""
-    from problems import poisoned_allocations
-
-    with poisoned_allocations():
-        yield

@@ -54,9 +54,6 @@ def used_counters() -> list[str]:
     ]
 
 
-TOOLS = ("memcheck", "racecheck")
-
-
 def check_sanitized(tool: str, program: str) -> None:
     """Assert that a tool of compute-sanitizer finds nothing in a program, which can import what
     lies beside the tests.

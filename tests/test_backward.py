@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import cutlass.cute as cute
 import pytest
 import torch
-from gpu_checks import check_sanitized
 from gradients import check_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -378,34 +377,6 @@ def test_sms_that_are_left_to_others(heads, device):
         of_margin.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
     for ours, theirs in zip(*of_margin, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=2e-2)
-
-
-SANITIZED = """
-    import torch
-    import fa3
-    for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        q, k = (torch.randn(2, n, 2, head_dim, device="cuda").bfloat16() for n in (200, 300))
-        v = torch.randn(2, 300, 2, head_dim_v, device="cuda").bfloat16()
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        packed = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
-        ends = [torch.tensor((0, n, 2 * n), device="cuda").int() for n in (200, 300)]
-        for deterministic in (False, True):
-            options = {"causal": True, "deterministic": deterministic}
-            out = fa3.flash_attn_func(*leaves, **options)
-            torch.autograd.grad(out.sum(), leaves)
-            out = fa3.flash_attn_varlen_func(*packed, *ends, 200, 300, **options)
-            torch.autograd.grad(out.sum(), packed)
-    torch.cuda.synchronize()
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.sanitizer
-@pytest.mark.timeout(900)
-def test_compute_sanitizer_finds_nothing():
-    """Not with racecheck: it takes copies in bulk and the loads that wait for their mbarrier for
-    a race (docs/experiments.md)."""
-    check_sanitized("memcheck", SANITIZED)
 
 
 SHAPES = (
