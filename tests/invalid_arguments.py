@@ -576,6 +576,8 @@ PASSES = [
     ("gradients", "dv", {"dk": DK, "dv": DK.bfloat16()}, TYPE, "must be torch.float32 like dk"),
     ("gradients", "dk", {"dk": DK.half(), "dv": DK.half()}, TYPE, "must be torch.bfloat16 like k"),
     ("gradients", "dq", OUT.float(), TYPE, "must be torch.bfloat16"),
+    *each("gradients", "dropout_p", TYPE, "must be a float, got {}",
+          (None, "None"), (True, "True"), (torch.ones(2), "")),
     ("gradients", "rng_state", {"dropout_p": 0.5}, "must be given with dropout_p"),
     ("gradients", "d_lse", 1.0, TYPE, NO_TENSOR),
     ("gradients", "the gradient of the log-sum-exp", {"d_lse": torch.zeros(2, 4, 19)},

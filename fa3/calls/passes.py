@@ -265,10 +265,10 @@ def flash_attn_backward(
     named: dict[str, Any] = {
         "d_out": d_out, "d_lse": d_lse, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "softmax_scale": None if softmax_scale is None else real("softmax_scale", softmax_scale),
-        "window_left": window.left, "window_right": window.right,
+        "window_left": window.left, "window_right": window.right, "alibi_slopes": alibi_slopes,
         "softcap": converted("softcap", softcap), "sm_margin": converted("sm_margin", sm_margin),
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p,
-        "rng_state": rng_state, "deterministic": converted("deterministic", deterministic),
+        "sinks": sinks, "rng_state": rng_state, "dropout_p": converted("dropout_p", dropout_p),
+        "deterministic": converted("deterministic", deterministic),
     }  # fmt: skip
     if dropout_p and rng_state is None:
         raise ValueError("rng_state must be given with dropout_p: the seed of the forward pass")
