@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -773,6 +773,37 @@ class SharedMemory:
             here, there = row * copy.srcPitch, row * copy.dstPitch
             ctypes.memmove(copy.dstDevice + there, copy.srcDevice + here, copy.WidthInBytes)
         return self.DONE
+
+
+def call_by_copies(group, folder, method):
+    """Return errors of calls that ranks prepare differently, and of one after a call that fails."""
+    q, errors = seeded(1, 41, 4, 16), []
+    expected = zigzag.shard(fa3.flash_attn_func(q, q, q, causal=True), group=group)
+    mine = zigzag.shard(q, group=group)
+    call = partial(
+        flash_attn_func, layout=zigzag, group=group, seqlen=41, method=method, causal=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        SharedMemory(patch, folder)
+        attention.prepare.cache_clear()
+        for i in range(5):
+            x = mine.clone()
+            if i == 1 and group.rank() == 0:
+                x = mine.repeat(1, 1, 2, 1)[:, :, :4]  # with other strides on one rank
+            if i == 3:
+                with pytest.MonkeyPatch.context() as failing, pytest.raises(ValueError):
+                    failing.setattr(KeyPart, "forward", Mock(side_effect=ValueError))
+                    call(x, x, x)
+            errors.append((call(x, x, x) - expected).abs().max().item())
+        attention.prepare.cache_clear()
+    return errors
+
+
+@ON_CPU
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_take_turns_where_ranks_differ_or_fail(ranks, tmp_path, method):
+    for errors in ranks.run(2, call_by_copies, tmp_path, method):
+        assert max(errors) < 0.02, errors
 
 
 def compare_by_copies(group, folder, *arguments):

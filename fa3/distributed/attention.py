@@ -30,6 +30,7 @@ from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, group_of
 from fa3.distributed.hops import HopMaker, Hops
 from fa3.distributed.layouts import Documents, SequenceLayout
 from fa3.distributed.planning import methods_for, plan
+from fa3.distributed.transfer import released_after_errors
 from fa3.distributed.ulysses import Ulysses, ulysses_of
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask
@@ -147,12 +148,13 @@ def attend_over_ranks(
         if latest is not None:
             latest.remember(operands, (16,) * len(operands), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
-    if wants_gradient(q, k, v, sinks):
-        run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
-        run_back = functools.partial(method.backward, modifiers)
-        out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
-    else:
-        out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
+    with released_after_errors():
+        if wants_gradient(q, k, v, sinks):
+            run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
+            run_back = functools.partial(method.backward, modifiers)
+            out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
+        else:
+            out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
     if is_packed:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if returns_lse else out

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fa3.complaints import shown
 from fa3.distributed.pieces import Runs
+from fa3.distributed.transfer import released_after_errors
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -89,7 +90,8 @@ class OverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients: Tensor | None):
         """Return what `run_back` returns: a gradient of each tensor, or None."""
-        return None, None, *ctx.run_back(*gradients, *ctx.saved_tensors)
+        with released_after_errors():
+            return None, None, *ctx.run_back(*gradients, *ctx.saved_tensors)
 
 
 def agree_on_rows(

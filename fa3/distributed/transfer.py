@@ -5,13 +5,14 @@ SM. Two words for each pair of ranks say what has come, and what may be written 
 ranks send and receive through `torch.distributed`.
 """
 
+import contextlib
 import functools
 import math
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, cycle
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from fa3.distributed.pieces import RowExchange
 from fa3.running.graphs import capture_of, current_stream, succeeded
 
 CAME, READ = 0, 1
-"""Channels of a inbox: rows have come, and they have been read."""
+"""Channels of an inbox: rows have come, and they have been read."""
 
 FEW_BYTES = 1 << 26
 """Up to here there are two inboxes in turn: the next rows come while others are still read."""
@@ -130,7 +131,7 @@ def share_of(x: Tensor, count: int, index: int, by_heads: bool) -> Tensor:
     return x.unflatten(2, (count, -1))[:, :, index] if by_heads else x
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # on all ranks alike: it may not be forgotten on one of them
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether the GPUs of a group can write into each other's memory; all ranks must ask."""
     hosts: list[Any] = [None] * group.size()
@@ -180,6 +181,13 @@ class Inbox(NamedTuple):
 
 
 @functools.cache
+def turns_of(group: dist.ProcessGroup, number: int, size: int) -> Iterator[int]:
+    """Return the inboxes that take turns, by number: in all transfers that have them, since ranks
+    may differ in which transfer of one number and size it is."""
+    return cycle(range(2 if size <= FEW_BYTES else 1))
+
+
+@functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's copies to others."""
     return torch.cuda.Stream(device)
@@ -190,13 +198,15 @@ class Copies(Transfer):
 
     Attributes:
         turns: inboxes that take turns, each with its tensors, and with copies to other ranks and
-            in this one.
+            in this one; order: their numbers, as their turns come.
         others: all other ranks. Two words go each way between any two ranks, with rows or without:
             no rank says one again before the other has heard it.
         begun, ended: on the stream of the copies.
+        under_way: what has begun and is not released.
     """
 
     turns: Sequence = ()
+    under_way: ClassVar[list["Copies"]] = []
 
     def prepare(self) -> None:
         """Get what the attributes are; all ranks must."""
@@ -206,6 +216,7 @@ class Copies(Transfer):
         ends = list(accumulate([-(-size // 256) * 256 for size in sizes], initial=0))
         size = 1 << max(ends[-1] - 1, 0).bit_length()
         self.begun, self.ended, turns = torch.cuda.Event(), torch.cuda.Event(), []
+        self.order = turns_of(self.group, self.number, size)
         for turn in range(2 if size <= FEW_BYTES else 1):
             inbox = Inbox.of(self.group, 2 * self.number + turn, size)
             tensors = [
@@ -243,8 +254,7 @@ class Copies(Transfer):
         """Begin to copy, after what the current stream does now."""
         if not self.turns:
             self.prepare()
-        self.turns = self.turns[::-1]
-        self.inbox, self.tensors, leaving, staying = self.turns[0]
+        self.inbox, self.tensors, leaving, staying = self.turns[next(self.order)]
         (_, buffer, handle, timeout, side), self.kept = self.inbox, [tensors]
         stream, begins = current_stream(buffer.device.index), [x.data_ptr() for x in tensors]
         if (capture := capture_of(stream)) is not None:
@@ -260,6 +270,7 @@ class Copies(Transfer):
             self.ended.record()
         copy_all(staying, begins, stream)
         self.works = list(self.others)
+        self.under_way.append(self)
         return self
 
     def wait(self) -> None:
@@ -274,7 +285,21 @@ class Copies(Transfer):
             torch.cuda.current_stream().wait_event(self.ended)
             for other in self.others:
                 self.inbox.say(current_stream(self.device.index), other, READ)
+            self.under_way.remove(self)
         self.kept = []
+
+
+@contextlib.contextmanager
+def released_after_errors() -> Iterator[None]:
+    """Release what an error leaves under way: words that stay would end the next call."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(RuntimeError):  # of a GPU or a capture that has failed
+            for transfer in list(Copies.under_way):
+                transfer.release()
+        Copies.under_way.clear()
+        raise
 
 
 def rows_copied(target: int, rows: int, width: int, step: int, step_there: int) -> Any:
