@@ -333,8 +333,11 @@ def check_prompts(head_dim, head_dim_v, page_size: int | None, lengths, dtype: s
     call, exact = in_two_types(problem, 0, where)
     counts = torch.tensor([min(260 - 100 * n, length) for n, length in enumerate(lengths)])
     ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(where, torch.int32)
-    shape = int(counts.sum()), problem.heads_kv * problem.group, head_dim
+    used = int(counts.sum())
+    shape = used + 40, problem.heads_kv * problem.group, head_dim
     packed = {"q": torch.randn(shape, device=where).to(call["q"].dtype), "cu_seqlens_q": ends}
+    # Rows that are no sequence's may hold anything, also next to a tile's last rows.
+    packed["q"][used:] = torch.finfo(packed["q"].dtype).max
     packed["max_seqlen_q"] = int(counts.max())
     out, _, _ = attend(call | packed, num_splits=0)
     for n, (begin, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
