@@ -16,7 +16,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H100, H200, Gpu, Rule, TileCosts, TileKey, shipped_costs
 from fa3.planning.explanation import Candidate
 from fa3.planning.planner import LEAST_MARGIN, candidates, choose, plan_forward
-from fa3.planning.prediction import loads_of_whole_tiles, segments_of
+from fa3.planning.prediction import Load, Segments, loads_of_whole_tiles, segments_of
 from fa3.planning.tilings import TiledProblem, alternatives, choose_config, configs
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList
@@ -118,9 +118,17 @@ def test_loads_of_whole_tiles_are_those_of_schedules(batch, seqlen, heads, windo
     gpu = Gpu(H200.name, lanes, H200.l2_bytes)
     tiled = TiledProblem(problem, gpu, TILES)
     first_free, listed = loads_of_whole_tiles(tiled)
+    of_all = Load.of(Segments.of(tiled.blocks_of_tiles()), tiled.costs, tiled.lanes)
+    assert tuple(first_free) == pytest.approx(tuple(of_all))
     assert first_free.last <= greedy(tiled.times, lanes) * 1.05 + 1e-6
     assert listed._replace(last=first_free.last) == first_free
     assert listed.total / lanes - 1e-6 <= listed.last <= first_free.last + 1e-6
+
+
+def test_a_million_sequences_are_planned_without_a_look_at_each(monkeypatch):
+    monkeypatch.delattr(TiledProblem, "blocks_of_tiles")
+    plan = plan_forward(make_problem(1 << 20, 1, 1, 16, head_dim=64))
+    assert plan.schedule.name == "dynamic" and plan.tiled.order.num_tiles == 1 << 24
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -113,11 +113,10 @@ def greedy_end(times: np.ndarray, lanes: int, level: float = 0.0) -> float:
     return max(free_at, default=level)
 
 
-def last_rounds(times: np.ndarray, lanes: int) -> tuple[np.ndarray, float]:
-    """Return the segments to simulate, and the time at which lanes are done with all others.
-    Those count by their mean, since greedy assignment evens them out."""
-    head = max(0, len(times) // lanes - EXACT_ROUNDS) * lanes
-    return times[head:], float(times[:head].sum()) / lanes
+def tiles_before_last(count: int, lanes: int) -> int:
+    """Of so many segments, how many come before the last rounds, which are simulated.
+    They count by their mean, since greedy assignment evens them out."""
+    return max(0, count // lanes - EXACT_ROUNDS) * lanes
 
 
 class Load(NamedTuple):
@@ -140,8 +139,9 @@ class Load(NamedTuple):
         """The load of given segments; the GPU holds `lanes` clusters at a time."""
         times = segments.times(tile)
         if segments.owner is None:
-            rest, level = last_rounds(times, lanes)
-            last, rounds = greedy_end(rest, lanes, level), -(-len(times) // lanes)
+            head = tiles_before_last(len(times), lanes)
+            last = greedy_end(times[head:], lanes, float(times[:head].sum()) / lanes)
+            rounds = -(-len(times) // lanes)
         else:
             last = end_of_last(times, segments, tile)
             rounds = int(np.bincount(segments.owner).max(initial=0))
@@ -164,11 +164,19 @@ class Load(NamedTuple):
 def loads_of_whole_tiles(tiled: TiledProblem) -> tuple[Load, Load]:
     """Return the load if each tile goes to the first free cluster, and about the one of a list.
     If that ends late, a `TileList` has the last tiles longest-first."""
-    segments, lanes = Segments.of(tiled.blocks_of_tiles()), tiled.lanes
-    greedy = Load.of(segments, tiled.costs, lanes)
+    order, lanes, rows = tiled.order, tiled.lanes, Segments.of(tiled.blocks_of_rows)
+    # Tiles of the same rows take equally long: there may be too many to look at each.
+    times, count, heads = rows.times(tiled.costs), order.num_tiles, order.num_heads * order.batch
+    of_head = Load.of(rows, tiled.costs, lanes)
+    rest = times[order.m_blocks(count - tiles_before_last(count, lanes))]
+    total = of_head.total * heads
+    level = (total - float(rest.sum())) / lanes
+    greedy = of_head._replace(
+        last=greedy_end(rest, lanes, level), total=total, of_blocks=of_head.of_blocks * heads,
+        num_segments=count, rounds=-(-count // lanes), blocks=of_head.blocks * heads,
+    )  # fmt: skip
     if greedy.last <= LATE * greedy.total / lanes:
         return greedy, greedy
-    rest, level = last_rounds(segments.times(tiled.costs), lanes)
     longest_first = greedy_end(np.sort(rest)[::-1], lanes, level)
     return greedy, greedy._replace(last=min(greedy.last, longest_first))
 
