@@ -181,7 +181,7 @@ def with_options(model: Model | None, **options: object) -> Model:
     elif "heads_q" in fields and "head_dim" in fields:
         model = Model(**fields)
     else:
-        raise ValueError("heads and head_dim must be given, or a preset; got neither")
+        raise ValueError("heads and head_dim must be given, or a preset; got one of them or none")
     model.check()
     return model
 
