@@ -556,8 +556,7 @@ class Forward(ForwardEpilogue):
             sequence = sequences.sequence(segment)
             scale, scale_v = self.scales(operands, tile, softmax_scale)
             if cutlass.const_expr(self.format.converts_q):
-                rows = cutlass.max(sequence.seqlen_q - slab * ROWS, 0)
-                scale *= self.convert_q(smem, pipelines.q, q_state, rows, thread, out)
+                scale *= self.convert_q(smem, pipelines.q, q_state, group, thread, out.barrier)
             shown = mask.at(tile.batch, tile.head)
             rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
@@ -623,14 +622,15 @@ class Forward(ForwardEpilogue):
         turns.finish()
         out.wait()
 
-    def convert_q(self, smem: ForwardBuffers, pipe_q, q_state, rows, thread, out: SlabStore):
-        """Convert this warpgroup's slab of Q to fp16; return what scores are multiplied by."""
+    def convert_q(self, smem: ForwardBuffers, pipe_q, q_state, group, thread, barrier):
+        """Convert this warpgroup's rows of Q to fp16; return what scores are multiplied by.
+        Past the sequence's last row TMA has loaded zeros."""
         pipe_q.consumer_wait(q_state)
-        slab = smem.q[None, None, q_state.index * self.config.consumers + out.group]
-        largest = smem.largest[None, out.group]
-        unscale = convert_rows(slab, self.dtype, rows, largest, out.barrier, thread, True)
+        rows = smem.q[None, None, q_state.index * self.config.consumers + group]
+        largest = smem.largest[None, group]
+        unscale = convert_rows(rows, self.dtype, Int32(ROWS), largest, barrier, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        out.barrier.arrive_and_wait()
+        barrier.arrive_and_wait()
         return unscale
 
     def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:

@@ -253,16 +253,14 @@ def convert_rows(
     # (rows, columns) in 16 bits; each 16 bytes have 8 elements of `dtype`, see `fetch_rows`.
     smem: cute.Tensor,
     dtype: cutlass.Constexpr,
-    rows: Int32,  # how many of them are rows of Q
+    rows: Int32,  # how many of them are rows of Q; the others are 0
     largest: cute.Tensor,  # (4,) int32 in shared memory
     barrier,  # of the warpgroup
     thread,
-    has_others: cutlass.Constexpr = False,  # whether other rows may hold anything; else they are 0
 ):
     """Convert a tile's rows of Q in shared memory to fp16, each thread what it has copied there.
 
     Rows in bf16 may be too large or too small for fp16, so a tile is multiplied by a power of two.
-    Other rows have no part in it.
 
     Returns:
         what scores are to be multiplied by.
@@ -275,13 +273,9 @@ def convert_rows(
             most = Float32(0.0)
             for i in cutlass.range(steps, unroll=1):
                 values, _ = elements_at(smem, dtype, thread + i * WARPGROUP)
-                limit = Float32.inf
-                if cutlass.const_expr(has_others):
-                    row, _ = row_and_vector(thread + i * WARPGROUP, columns)
-                    limit = Float32(Float32.inf) if row < rows else Float32(0.0)
                 for j in cutlass.range_constexpr(VECTOR):
                     size = cute.arch.fmax(values[j], -values[j])
-                    most = cute.arch.fmax(most, size if size < limit else Float32(0.0))
+                    most = cute.arch.fmax(most, size if size < Float32.inf else Float32(0.0))
             bits = cute.arch.warp_redux_sync(float_bits(most), "max")
             if thread % WARP == 0:
                 largest[thread // WARP] = bits
