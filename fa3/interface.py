@@ -13,11 +13,7 @@ import sys
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.options import flag
-from fa3.calls.passes import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    flash_attn_qkvpacked_func,
-)
+from fa3.calls.passes import _flash_attn_backward, _flash_attn_forward, flash_attn_qkvpacked_func
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 
 __all__ = [

@@ -5,14 +5,7 @@ from collections.abc import Callable
 
 import torch
 from problems import poisoned_allocations
-from reference import (
-    FEW_KEYS,
-    NO_WINDOW,
-    cap_error,
-    dense,
-    largest_difference,
-    visible,
-)
+from reference import FEW_KEYS, NO_WINDOW, cap_error, dense, largest_difference, visible
 from varlen_problems import VarlenProblem, modifiers_of
 
 import fa3

@@ -29,10 +29,7 @@ from fa3.planning.backward import (
 )
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.gradient_mmas import GradientMmas
-from fa3.primitives.query_tiles import (
-    first_packed_tile,
-    number_of_packed_tiles,
-)
+from fa3.primitives.query_tiles import first_packed_tile, number_of_packed_tiles
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window

@@ -707,6 +707,11 @@ def test_one_rank_receives_nothing():
         assert one.received_mib == (0, 0) and one.efficiency == pytest.approx(1)
 
 
+def test_plans_need_heads_that_divide():
+    with pytest.raises(ValueError, match="multiple of heads_kv, got 3 and 2"):
+        plan(zigzag, 1000, 2, 3, 2, 64)
+
+
 class SharedMemory:
     """Inboxes of ranks that are processes on the CPU, whose copies are made at once."""
 

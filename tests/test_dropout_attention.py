@@ -18,12 +18,7 @@ from varlen_problems import VarlenProblem, check_varlen, make_call
 import fa3
 from fa3.calls.modifiers import draw_rng_state
 from fa3.planning.planner import plan_forward
-from fa3.primitives.dropout import (
-    PHILOX_ROUNDS,
-    key_steps,
-    philox,
-    threshold_of,
-)
+from fa3.primitives.dropout import PHILOX_ROUNDS, key_steps, philox, threshold_of
 from fa3.problem import Problem, Window
 from fa3.reference.dropout import Dropout
 

@@ -24,15 +24,7 @@ from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.costs import H200
 from fa3.planning.decode import DecodePlan
 from fa3.planning.planner import plan_forward
-from fa3.planning.routes import (
-    FORWARD,
-    PACKED,
-    SHARED,
-    SPLIT,
-    PackedSizes,
-    Route,
-    Signature,
-)
+from fa3.planning.routes import FORWARD, PACKED, SHARED, SPLIT, PackedSizes, Route, Signature
 from fa3.planning.tilings import choose_config
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import counters, graphs

@@ -20,13 +20,7 @@ from fa3 import flash_attn_func
 from fa3 import settings as fa3_settings
 from fa3.calls import values as calls_values
 from fa3.calls.attention import flash_attn_with_kvcache
-from fa3.calls.call import (
-    INTEGERS,
-    NAMES_BY_KIND,
-    OF_INTEGERS,
-    AttentionCall,
-    describe_tensors,
-)
+from fa3.calls.call import INTEGERS, NAMES_BY_KIND, OF_INTEGERS, AttentionCall, describe_tensors
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.options import CACHED
 from fa3.calls.scheduler_metadata import get_scheduler_metadata

@@ -19,14 +19,7 @@ from fa3.planning.planner import plan_dense, plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.schedules import (
-    SCHEDULES,
-    Dynamic,
-    SingleTile,
-    StaticPersistent,
-    TileList,
-    walk,
-)
+from fa3.schedules import SCHEDULES, Dynamic, SingleTile, StaticPersistent, TileList, walk
 from fa3.scores.masks import Band
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template

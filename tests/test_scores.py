@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from pairs import pairs, places
 from problems import CAUSAL, make_operands, make_problem, poisoned_allocations, problems, run_plan
 from reference import check_attention
-from score_problems import (
-    NOTHING,
-    RECIPES,
-    STRUCTURES,
-    Recipe,
-    Span,
-    Stairs,
-    modify,
-    random_dense,
-)
+from score_problems import NOTHING, RECIPES, STRUCTURES, Recipe, Span, Stairs, modify, random_dense
 
 import fa3
 from fa3.calls import values as calls_values

@@ -34,12 +34,7 @@ from varlen_problems import (
 import fa3
 from fa3.calls import execution
 from fa3.kernels.forward import Forward
-from fa3.kernels.segment_table import (
-    CUTTERS,
-    MOST_SPLIT_CTAS,
-    SegmentTable,
-    segment_rows,
-)
+from fa3.kernels.segment_table import CUTTERS, MOST_SPLIT_CTAS, SegmentTable, segment_rows
 from fa3.kernels.tile_table import (
     BLOCKS_BESIDE,
     MORE_BESIDE_SEGMENTS,

@@ -22,15 +22,7 @@ from fa3.planning import decode
 from fa3.problem import Window
 from fa3.schedules import stream_k
 from fa3.schedules.order import Segment, Tile
-from fa3.schedules.stream_k import (
-    ONE_IDLE_IN,
-    CtaGroups,
-    Cut,
-    FixedSplit,
-    NoSplit,
-    StreamK,
-    walks,
-)
+from fa3.schedules.stream_k import ONE_IDLE_IN, CtaGroups, Cut, FixedSplit, NoSplit, StreamK, walks
 from fa3.scores.masks import Blocks
 
 

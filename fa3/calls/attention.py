@@ -44,13 +44,7 @@ from fa3.calls.call import (
 from fa3.calls.eager import is_traced
 from fa3.calls.latest import FastPath
 from fa3.calls.modifiers import dropout_of, function_names, functions_of, modifier_tensors
-from fa3.calls.operands import (
-    ALIGNMENT,
-    addresses,
-    check_writable,
-    describe,
-    used_queries,
-)
+from fa3.calls.operands import ALIGNMENT, addresses, check_writable, describe, used_queries
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     CACHED,

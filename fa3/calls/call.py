@@ -41,13 +41,7 @@ from fa3.calls.operands import (
     describe,
     dtype_of_output,
 )
-from fa3.calls.options import (
-    CACHED,
-    DENSE,
-    PACKED,
-    PAGED,
-    Options,
-)
+from fa3.calls.options import CACHED, DENSE, PACKED, PAGED, Options
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST

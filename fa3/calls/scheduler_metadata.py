@@ -14,13 +14,7 @@ import torch
 
 from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.operands import (
-    DTYPES,
-    FP8_DTYPE,
-    check_dtype,
-    check_shape,
-    describe,
-)
+from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype, check_shape, describe
 from fa3.calls.options import (
     CACHED,
     PACKED,

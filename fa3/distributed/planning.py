@@ -69,6 +69,8 @@ def plan(
         tflops: of a GPU that only computes. gbps: received by a GPU while all receive.
     """
     window = check_window(as_pair(window_size), causal)
+    if heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
     methods = methods_for(method, num_ranks, heads_q, window, has_slopes, layout.cu_seqlens != (0,))
     pairs = tuple(heads_q * x for x in count_pairs(layout, seqlen, num_ranks, window))
     columns, others = head_dim + (head_dim_v or head_dim), (num_ranks - 1) / num_ranks

@@ -64,12 +64,7 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.backward_fused import FusedPrePostprocess
-from fa3.kernels.backward_launch import (
-    LISTENING_WARPS,
-    MMA_GROUPS,
-    BackwardConfig,
-    PassArguments,
-)
+from fa3.kernels.backward_launch import LISTENING_WARPS, MMA_GROUPS, BackwardConfig, PassArguments
 from fa3.kernels.backward_roles import (
     BackwardBuffers,
     BackwardPipelines,

@@ -17,12 +17,7 @@ from fa3.kernels.backward_launch import (
 )
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.backward_preprocess import BackwardPreprocess
-from fa3.kernels.tile_table import (
-    TileTable,
-    capacity_of_table,
-    shift_of_work,
-    words_of_table,
-)
+from fa3.kernels.tile_table import TileTable, capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.costs import H200
 from fa3.planning.key_split import (
     TILES_OF_WAVE,

@@ -20,13 +20,7 @@ from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N, DecodeArguments, DecodeConfig
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, Gpu, least_gain
-from fa3.planning.explanation import (
-    Candidate,
-    choice_of,
-    counted,
-    describe_plan,
-    duration,
-)
+from fa3.planning.explanation import Candidate, choice_of, counted, describe_plan, duration
 from fa3.planning.launch import FromCall, Launch, Memory
 from fa3.planning.prediction import Prediction
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor

@@ -26,14 +26,7 @@ from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Problem
-from fa3.reference.walker import (
-    HostTensor,
-    PackedLengths,
-    SequenceRows,
-    Step,
-    Walker,
-    errors_of,
-)
+from fa3.reference.walker import HostTensor, PackedLengths, SequenceRows, Step, Walker, errors_of
 from fa3.schedules import walk
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import segments
