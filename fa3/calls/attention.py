@@ -170,7 +170,7 @@ def flash_attn_func(
         ValueError: an argument has a wrong value, shape, layout or device, a score or mask does
             not compile, or a tensor requires grad that would get none.
         NotImplementedError: the combination is not supported, a gradient is wanted that does not
-            exist (through a `score`, a second one), a tensor does not lie in memory, or a
+            exist (through a `score`, a second one), a tensor has no memory, or a
             transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3

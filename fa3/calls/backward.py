@@ -265,9 +265,9 @@ def check_differentiable(
         raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
     if out is score is None and not pack_gqa and not _are_functorch_transforms_active():
         return
-    given = {"q": q, "k": k, "v": v, "sinks": sinks}
+    by_name = {"q": q, "k": k, "v": v, "sinks": sinks}
     name = next(
-        name for name, tensor in given.items() if tensor is not None and tensor.requires_grad
+        name for name, tensor in by_name.items() if tensor is not None and tensor.requires_grad
     )
     if out is not None:
         raise ValueError(

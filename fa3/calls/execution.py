@@ -189,8 +189,8 @@ class PackedCall:
         counters, parts = [], list(prepared.memory.parts)
         if route.splits_on_gpu:
             num_slots = most_slots(num_tiles, num_sms)
-            of_parts = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
-            counters, parts = [*of_parts.counters], [*parts, *of_parts.parts]
+            parts_memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
+            counters, parts = [*parts_memory.counters], [*parts, *parts_memory.parts]
             segments = table.new_empty(segment_rows(num_tiles) * num_sms * FIELDS)
             values |= {"segments": segments, "heads": heads}
             values |= {"num_slots": num_slots, "num_clusters": num_sms}

@@ -89,16 +89,16 @@ class Scales:
         scale_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """The `descales` of a launch: of keys, values and, if they are FP8, queries."""
-        found = scale_k, scale_v, *[scale_q] * self.has_fp8_q
-        given = [scale for scale in found if scale is not None]
-        if len(given) == len(found):
-            return tuple(given)
+        scales = scale_k, scale_v, *[scale_q] * self.has_fp8_q
+        present = [scale for scale in scales if scale is not None]
+        if len(present) == len(scales):
+            return tuple(present)
         one, shape = self.one, (batch, self.heads_kv)
         if one is None:
             ones = torch.ones(shape, dtype=torch.float32, device=self.device)
         else:
             ones = one.expand(shape)
-        return tuple([ones if scale is None else scale for scale in found])
+        return tuple([ones if scale is None else scale for scale in scales])
 
 
 @dataclass(frozen=True, slots=True)

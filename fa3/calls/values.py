@@ -1,6 +1,6 @@
 """Check the numbers in a call's small integer tensors, as far as the host sees them.
 
-The host sees what lies on the CPU. What is on a GPU is read back with FA3_ASSERTIONS=1 only, for
+The host sees values on the CPU. Values on a GPU are read back with FA3_ASSERTIONS=1 only, for
 finding errors: to read it, the host waits for the GPU. The kernels bound what they find there.
 """
 
@@ -44,7 +44,7 @@ def is_visible(value: int | torch.Tensor) -> bool:
 
 
 def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
-    """What lies in a tensor; None if there is none, or the host is not to see it.
+    """Return the values of a tensor; None without one, or if the host must not read it.
 
     Raises:
         RuntimeError: it would have to be read back while a CUDA graph is captured.

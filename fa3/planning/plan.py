@@ -123,8 +123,8 @@ class Plan:
             counters.append(("schedule_state", schedule.num_counters))
         if isinstance(schedule, SplitTiles):
             rows = self.config.tile_m * self.config.cluster
-            of_parts = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
-            counters, parts = [*counters, *of_parts.counters], of_parts.parts
+            parts_memory = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
+            counters, parts = [*counters, *parts_memory.counters], parts_memory.parts
         if self.recompute is not None:
             counters.append(("marks", self.recompute.schedule.num_counters))
         return Memory(tuple(counters), parts)

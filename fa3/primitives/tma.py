@@ -18,7 +18,7 @@ WRAP = 2**34  # WRAP * ROWS_END elements are 2**64: as much as nothing, since ad
 
 
 class DenseRows(NamedTuple):
-    """Where one sequence's rows lie in a tensor (rows, head_dim, heads, batch)."""
+    """The place of one sequence's rows in a tensor (rows, head_dim, heads, batch)."""
 
     batch: int
 
@@ -28,7 +28,7 @@ class DenseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where one sequence's rows lie among other rows in a tensor of `ragged_tma_view`."""
+    """The place of one sequence's rows among others in a tensor of `ragged_tma_view`."""
 
     # begin, length: its first row and the number of its rows.
     begin: int
@@ -47,7 +47,7 @@ def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
     r + e - ROWS_END. So row ROWS_END - length + i with e = begin + length is row i of a sequence,
     and the rows after its last one are out of bounds: TMA loads zeros for them and does not store
     them. The last mode goes back by ROWS_END rows, which needs addresses that wrap around. A
-    pointer that lies so far before the tensor would do without it, but then TMA faults: for boxes
+    pointer so far before the tensor would do without it, but then TMA faults: for boxes
     that are out of bounds it touches memory where the tensor begins.
 
     Source of the idea: ragged TMA descriptors of Triton (triton/tools/ragged_tma.py).

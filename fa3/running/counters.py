@@ -159,14 +159,14 @@ def counters_of(
         return capture.counters.setdefault(stream, CaptureCounters(device, capture))
     if stream == PER_THREAD:
         stream = -threading.get_ident()
-    found = BY_STREAM.get((device, stream))
-    if found is None:
+    counters = BY_STREAM.get((device, stream))
+    if counters is None:
         with NEW_STREAM:
             while len(BY_STREAM) >= MOST_STREAMS:
                 forget_oldest()
             reserve = RESERVES.setdefault(device, Reserve())
-            found = BY_STREAM.setdefault((device, stream), StreamCounters(device, reserve))
-    return found
+            counters = BY_STREAM.setdefault((device, stream), StreamCounters(device, reserve))
+    return counters
 
 
 def forget_oldest() -> None:

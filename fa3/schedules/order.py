@@ -119,8 +119,8 @@ class TileOrder:
         ends = np.repeat(downwards, last)
         section = np.repeat(downwards, self.heads_per_section)
         needed = min(sections, -(-max(0, count - len(ends)) // max(1, len(section))))
-        found = np.concatenate((np.tile(section, needed), ends))
-        return found[len(found) - count :]
+        numbers = np.concatenate((np.tile(section, needed), ends))
+        return numbers[len(numbers) - count :]
 
     def tile(self, index) -> Tile:
         """The tile with this number, 0 <= index < num_tiles."""
@@ -179,8 +179,8 @@ class KernelOrder(TileOrder):
 
     def tiles_in(self, section):
         """How many tiles a section has."""
-        of_section = self.tiles_of_section.value
-        return smaller(self.num_tiles - section * of_section, of_section)
+        full = self.tiles_of_section.value
+        return smaller(self.num_tiles - section * full, full)
 
     @cute.jit
     def rank_of(self, within, heads):
@@ -303,10 +303,10 @@ class TableSchedule(Schedule):
     reads_state: ClassVar[bool] = True
 
     def __post_init__(self):
-        given = self.table
-        if type(given) is np.ndarray and not given.dtype.hasobject:
+        numbers = self.table
+        if type(numbers) is np.ndarray and not numbers.dtype.hasobject:
             # Memory of bytes: nobody can make it writeable again, or has another view of it.
-            table = np.frombuffer(given.tobytes(), given.dtype).reshape(given.shape)
+            table = np.frombuffer(numbers.tobytes(), numbers.dtype).reshape(numbers.shape)
             object.__setattr__(self, "table", table)
 
     def __eq__(self, other: object) -> bool:

@@ -155,24 +155,24 @@ class RaggedOrder(TableOrder):
         """The head and row block of a tile, given the record with its number."""
         heads = self.heads.value
         before = found.num_m_blocks - 1 - found.m_block
-        of_sequence = index - number * heads + before * heads
-        return self.place(of_sequence, found.num_m_blocks, found.seqlen_k)
+        number_in_sequence = index - number * heads + before * heads
+        return self.place(number_in_sequence, found.num_m_blocks, found.seqlen_k)
 
     def place(self, number, num_m_blocks, seqlen_k) -> tuple:
         """The head and row block of a sequence's tile with this number."""
         heads = self.heads.value
         fitting = larger(self.rows_of_section // larger(seqlen_k, 1), 1)
-        of_section = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
+        heads_of_section = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
         # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
         # between CTAs, are then as many as they can be.
-        missing = (heads + of_section - 1) // of_section * of_section - heads
-        section = (number + missing * num_m_blocks) // (num_m_blocks * of_section)
-        end_head = (section + 1) * of_section - missing
-        first_head = larger(end_head - of_section, 0)
-        of_this = end_head - first_head
+        missing = (heads + heads_of_section - 1) // heads_of_section * heads_of_section - heads
+        section = (number + missing * num_m_blocks) // (num_m_blocks * heads_of_section)
+        end_head = (section + 1) * heads_of_section - missing
+        first_head = larger(end_head - heads_of_section, 0)
+        heads_here = end_head - first_head
         rest = number - first_head * num_m_blocks
-        rank = rest // of_this
-        return first_head + rest - rank * of_this, num_m_blocks - 1 - rank
+        rank = rest // heads_here
+        return first_head + rest - rank * heads_here, num_m_blocks - 1 - rank
 
 
 def segment_of(index, head, record: TileRecord) -> Segment:
@@ -222,13 +222,13 @@ class RaggedTiles(Dynamic):
         # The record of the CTA's own number, nearly always its first tile's, comes with the header.
         # The table has room for it, since there are no more CTAs than it has room for tiles.
         order, words = self.order, cute.make_rmem_tensor(RECORD, Int32)
-        own = order.heads.quotient(cursor.index)
-        order.load(words, own)
+        first_number = order.heads.quotient(cursor.index)
+        order.load(words, first_number)
         end = order.num_used
         index = order.taken(cursor.index, self.num_clusters, end)
         inside = cutlass.max(cutlass.min(index, end - 1), 0)
         number = order.heads.quotient(inside)
-        if number != own:
+        if number != first_number:
             order.load(words, number)
         head, record = order.tile_of(inside, number, order.record(words))
         return cursor._replace(index=index, end=end, head=head, record=record)

@@ -258,8 +258,8 @@ def last_end(cuts: Cuts, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRange
     is_last = cuts.end == blocks[cuts.tile]
     leaves = cuts.first > 0
     merges = ~leaves & ~is_last
-    of_part = leaves * ranges.leave + merges * ranges.merge
-    times = cuts.end - cuts.first + ranges.unit + of_part + ranges.masks[cuts.tile] * is_last
+    parts_cost = leaves * ranges.leave + merges * ranges.merge
+    times = cuts.end - cuts.first + ranges.unit + parts_cost + ranges.masks[cuts.tile] * is_last
     return TimedSegments(cuts.tile, cuts.owner, times, leaves, merges).end(loads, ranges.merge)
 
 
@@ -313,13 +313,13 @@ def fill(
             else:
                 cost = math.inf
         if tile <= last:
-            of_part = of_other + merge if begin else of_first
-            some = int(room - of_part)
+            part_cost = of_other + merge if begin else of_first
+            some = int(room - part_cost)
             if some > rest - SHORTEST:
                 some = rest - SHORTEST
             if some >= SHORTEST:
                 pieces += (tile, begin, begin + some, owner)
-                begin, rest, room = begin + some, rest - some, room - some - of_part
+                begin, rest, room = begin + some, rest - some, room - some - part_cost
                 cost = rest + of_other + merge
             else:
                 while last > tile and lengths[last] + unit <= room:
