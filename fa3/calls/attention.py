@@ -58,6 +58,7 @@ from fa3.calls.options import (
     check_scale,
     integer,
     options_of,
+    real,
     share_heads,
 )
 from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
@@ -335,9 +336,10 @@ def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
         raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
     if ends_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
-    for name, given in (("dropout_p", dropout_p or None), ("rng_state", rng_state)):
-        if given is not None:
-            raise NotImplementedError(f"{name} is not supported with page_table")
+    if real("dropout_p", dropout_p):
+        raise NotImplementedError("dropout_p is not supported with page_table")
+    if rng_state is not None:
+        raise NotImplementedError("rng_state is not supported with page_table")
 
 
 @operators.registers
