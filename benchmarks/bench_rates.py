@@ -189,6 +189,8 @@ def clocks_of(rates: Rates) -> list[float]:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a Hopper GPU: torch sees no CUDA device")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     table = Table("type", "first warpgroup", "clocks", "second warpgroup", "clocks")
     for dtype in (Float8E4M3FN, BFloat16):

@@ -238,6 +238,10 @@ def test_the_command_tunes_its_shapes(compiler, monkeypatch, capsys):
     """Afterwards `fa3 plan` shows their plans."""
     stopwatch = Stopwatch(packed=50.0)
     device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"fa3 tune: needs a Hopper GPU .*: torch sees no GPU"):
+        main(["tune", "--forget"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "hopper_device", lambda: device)
     monkeypatch.setattr(module, "gpu_of", lambda of: H200)
     monkeypatch.setattr(module, "time_plans", lambda of, plans: stopwatch(plans))

@@ -39,6 +39,8 @@ measurements of one plan may differ by so much."""
 
 def tune_here(options: argparse.Namespace) -> None:
     """Tune shapes on the current GPU; takes the options of the command line."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("needs a Hopper GPU (compute capability 9.0): torch sees no GPU")
     device = hopper_device()
     gpu = gpu_of(device)
     if options.forget:
