@@ -384,11 +384,17 @@ class SingleTile(Schedule):
         return self.order.num_tiles
 
 
-@dataclass(frozen=True)
-class StaticPersistent(Schedule):
-    """Deal the tiles to the clusters in rounds, odd rounds in reverse.
+def deal(num_tiles: int, num_clusters: int) -> np.ndarray:
+    """Return the cluster of each tile, dealt in rounds, odd rounds in reverse.
     The order is longest-first: in one direction only, cluster 0 would get the longest tile of every
     round."""
+    turn, place = np.divmod(np.arange(num_tiles), num_clusters)
+    return np.where(turn % 2, num_clusters - 1 - place, place)
+
+
+@dataclass(frozen=True)
+class StaticPersistent(Schedule):
+    """Deal the tiles to the clusters in rounds (`deal`)."""
 
     order: TileOrder
     num_clusters: int
@@ -399,8 +405,7 @@ class StaticPersistent(Schedule):
 
     @property
     def owners(self) -> np.ndarray:
-        turn, place = np.divmod(np.arange(self.order.num_tiles), self.num_clusters)
-        return np.where(turn % 2, self.num_clusters - 1 - place, place)
+        return deal(self.order.num_tiles, self.num_clusters)
 
     def next(self, cursor):
         position = cursor % self.num_clusters

@@ -8,7 +8,6 @@ Source: Osama et al., Stream-K (arXiv 2301.03598).
 
 import bisect
 import functools
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -72,15 +71,6 @@ class KeyRanges(NamedTuple):
         return cls(blocks.begin, blocks.end, *overheads, masks)
 
 
-class Cuts(NamedTuple):
-    """Cuts of tiles, in order: tile number, key blocks [first, end) of it, cluster."""
-
-    tile: np.ndarray
-    first: np.ndarray
-    end: np.ndarray
-    owner: np.ndarray
-
-
 class TimedSegments(NamedTuple):
     """Segments in the order in which each cluster works on its own; arrays of one length."""
 
@@ -119,24 +109,29 @@ class SplitTiles(TableSchedule):
     splits: ClassVar[bool] = True
     name: ClassVar[str] = "split"
 
+    # Cached: the planner cuts to predict a time, then again for the plan that it chose.
     @classmethod
+    @functools.lru_cache(maxsize=4)
     def make(cls, tiled) -> "SplitTiles":
-        return cut_tiles(tiled)
+        """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
+        ranges = KeyRanges.of(tiled.blocks_of_tiles(), tiled.costs)
+        return cls.cut(tiled.order, tiled.lanes, ranges)
 
     @classmethod
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
         """Cut the last tiles of an order so that all clusters end at nearly the same time."""
         blocks = ranges.end_blocks - ranges.first_blocks
         whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters)
-        pieces = cut_evenly(blocks[whole:], loads, ranges._replace(masks=ranges.masks[whole:]))
-        tiles = np.concatenate((np.arange(whole), whole + pieces.tile))
-        first, end = ranges.first_blocks[tiles].copy(), ranges.end_blocks[tiles].copy()
-        end[whole:] = first[whole:] + pieces.end
-        first[whole:] += pieces.first
+        cuts = cut_evenly(blocks[whole:], loads, ranges._replace(masks=ranges.masks[whole:]))
+        tile, first, end, owner = cuts.T
+        tiles = np.concatenate((np.arange(whole), whole + tile))
+        begin = ranges.first_blocks[tiles]
+        first = begin + np.concatenate((np.zeros(whole, np.int64), first))
+        end = begin + np.concatenate((blocks[:whole], end))
         part = number_parts(tiles)
         segments = np.stack((tiles, first, end, part), axis=1)
         # Clusters that get nothing are not launched.
-        used, owners = np.unique(np.concatenate((dealt, pieces.owner)), return_inverse=True)
+        used, owners = np.unique(np.concatenate((dealt, owner)), return_inverse=True)
         table = columns_of_owners(segments, owners, len(used))
         return cls(order, len(used), table, int((part != ONLY).sum()))
 
@@ -196,14 +191,6 @@ class RaggedSegments(SplitTiles):
         return Segment(tile, first_block, end_block, PackedPart(part), record, index)
 
 
-# Cached: the planner cuts to predict a time, then again for the plan that it chose.
-@functools.lru_cache(maxsize=4)
-def cut_tiles(tiled) -> SplitTiles:
-    """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
-    ranges = KeyRanges.of(tiled.blocks_of_tiles(), tiled.costs)
-    return SplitTiles.cut(tiled.order, tiled.lanes, ranges)
-
-
 def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:
     """Assign whole tiles: the most rounds whose imbalance the remaining tiles can even out.
 
@@ -222,9 +209,9 @@ def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.n
     return 0, np.empty(0, np.int64), np.zeros(num_clusters)
 
 
-def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts:
+def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.ndarray:
     """Cut the tiles so that all clusters end together: laid end to end, or packed if that ends
-    earlier."""
+    earlier. Cuts are rows, in order: tile number, key blocks [first, end) of it, cluster."""
     cuts = cut_in_line(blocks, loads, ranges)
     low = (loads.sum() + (blocks + ranges.unit + ranges.masks).sum()) / len(loads)
     high = soonest = last_end(cuts, blocks, loads, ranges)
@@ -237,7 +224,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts
         if pieces is None:
             low = level
             continue
-        packed = cuts_of(pieces)
+        packed = in_order(pieces)
         end = last_end(packed, blocks, loads, ranges)
         # A last part that comes after whole tiles of its cluster may keep a merge waiting.
         if end < soonest:
@@ -246,40 +233,39 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts
     return cuts
 
 
-def cuts_of(pieces: list[int]) -> Cuts:
-    """Pieces, a flat list of the fields of `Cuts` one after another, in the order of tiles."""
-    columns = np.array(pieces, np.int64).reshape(-1, len(Cuts._fields))
-    in_order = np.lexsort((columns[:, 1], columns[:, 0]))
-    return Cuts(*columns[in_order].T)
+def in_order(pieces: list[int]) -> np.ndarray:
+    """Cuts, a flat list, as rows in the order of tiles."""
+    cuts = np.array(pieces, np.int64).reshape(-1, 4)
+    return cuts[np.lexsort((cuts[:, 1], cuts[:, 0]))]
 
 
-def last_end(cuts: Cuts, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> float:
+def last_end(cuts: np.ndarray, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> float:
     """When the last cluster is done."""
-    is_last = cuts.end == blocks[cuts.tile]
-    leaves = cuts.first > 0
+    tile, first, end, owner = cuts.T
+    is_last, leaves = end == blocks[tile], first > 0
     merges = ~leaves & ~is_last
     parts_cost = leaves * ranges.leave + merges * ranges.merge
-    times = cuts.end - cuts.first + ranges.unit + parts_cost + ranges.masks[cuts.tile] * is_last
-    return TimedSegments(cuts.tile, cuts.owner, times, leaves, merges).end(loads, ranges.merge)
+    times = end - first + ranges.unit + parts_cost + ranges.masks[tile] * is_last
+    return TimedSegments(tile, owner, times, leaves, merges).end(loads, ranges.merge)
 
 
-def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts:
+def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.ndarray:
     """Cut the tiles, laid end to end, into one stretch per cluster so that all end together."""
     lengths, clusters = blocks.tolist(), loads.tolist()
     low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
     level, high, pieces = low + ranges.leave + SHORTEST, None, None
     tries = 0
     while tries < TRIES or pieces is None:
-        found, left = fill(lengths, clusters, ranges, level)
+        filled, left = fill(lengths, clusters, ranges, level)
         if left > 0:
             low = level
         else:
-            high, pieces = level, found
+            high, pieces = level, filled
         # Shares the tiles left over (positive) or the unused room (negative) among the clusters.
         level += left / len(clusters)
         level = low + SHORTEST if high is None else min(max(level, (3 * low + high) / 4), high)
         tries += 1
-    return cuts_of(pieces)
+    return in_order(pieces)
 
 
 def fill(
@@ -287,49 +273,34 @@ def fill(
 ) -> tuple[list[int], float]:
     """Fill one cluster after another up to a level: whole tiles, then a part of the next tile.
 
-    Where the room is too small for a part, it takes whole tiles from the end of the order: under
-    a causal mask these are the shortest.
-
     Returns:
-        The pieces as a flat list, the fields of `Cuts` one after another; and the time of the
-        tiles left over or, if none are, minus the clusters' unused room.
+        The cuts as a flat list; and the time of the tiles left over or, if none are, minus the
+        clusters' unused room.
     """
     unit, merge = ranges.unit, ranges.merge
-    of_first, of_other = unit + merge, unit + ranges.leave
-    pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
-    # Blocks left of the tile, and the room that they need: parts but the first are there a merge
-    # before the level. Infinite after the last tile: nothing fits.
-    rest = lengths[0] if lengths else 0
-    cost = rest + unit if lengths else math.inf
+    # Parts but the first are there a merge before the level.
+    first_part, later_part = unit + merge, unit + ranges.leave + merge
+    pieces, tile, begin, spare = [], 0, 0, 0.0
     for owner, load in enumerate(loads):
         room = level - load
-        while cost <= room:
+        while tile < len(lengths):
+            rest = lengths[tile] - begin
+            cost = rest + (later_part if begin else unit)
+            if cost > room:
+                break
             pieces += (tile, begin, begin + rest, owner)
             room -= cost - merge if begin else cost
             tile, begin = tile + 1, 0
-            if tile <= last:
-                rest = lengths[tile]
-                cost = rest + unit
-            else:
-                cost = math.inf
-        if tile <= last:
-            part_cost = of_other + merge if begin else of_first
-            some = int(room - part_cost)
-            if some > rest - SHORTEST:
-                some = rest - SHORTEST
+        if tile < len(lengths):
+            part_cost = later_part if begin else first_part
+            some = min(int(room - part_cost), rest - SHORTEST)
             if some >= SHORTEST:
                 pieces += (tile, begin, begin + some, owner)
-                begin, rest, room = begin + some, rest - some, room - some - part_cost
-                cost = rest + of_other + merge
-            else:
-                while last > tile and lengths[last] + unit <= room:
-                    pieces += (last, 0, lengths[last], owner)
-                    last, room = last - 1, room - lengths[last] - unit
-        if room > 0.0:
-            spare += room
-    if tile > last:
+                begin, room = begin + some, room - some - part_cost
+        spare += max(room, 0.0)
+    if tile == len(lengths):
         return pieces, -spare
-    return pieces, sum(lengths[tile : last + 1]) - begin + unit * (last + 1 - tile)
+    return pieces, sum(lengths[tile:]) - begin + unit * (len(lengths) - tile)
 
 
 def pack(
@@ -342,10 +313,10 @@ def pack(
     clusters, each time the longest that fits.
 
     Returns:
-        The pieces as `fill` does; None if some are left over.
+        The cuts as a flat list; None if some tiles are left over.
     """
     unit, merge = ranges.unit, ranges.merge
-    of_first, of_other = unit + merge, unit + ranges.leave
+    first_part, later_part = unit + merge, unit + ranges.leave + merge
     pieces, items = [], []
     # The most room last; clusters that are launched first get what fills them.
     free = sorted(range(len(loads)), key=loads.__getitem__)[::-1]
@@ -353,13 +324,13 @@ def pack(
         begin, cost = 0, length + unit + masks[tile]
         while free and cost > level - loads[free[-1]]:
             owner = free.pop()
-            room = level - loads[owner] - (of_other + merge if begin else of_first)
+            room = level - loads[owner] - (later_part if begin else first_part)
             some = min(int(room), length - begin - SHORTEST)
             if some < SHORTEST:
                 return None
             pieces += (tile, begin, begin + some, owner)
             begin += some
-            cost = length - begin + of_other + masks[tile] + merge
+            cost = length - begin + later_part + masks[tile]
         items.append((cost, tile, begin, length))
     items.sort()
     costs = [item[0] for item in items]
