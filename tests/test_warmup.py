@@ -1,12 +1,15 @@
 """Warming up: which kernels a model can need, and that they are on disk afterwards."""
 
+import fcntl
 import json
+import os
 import re
-import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,54 +278,38 @@ def test_a_folder_that_keeps_nothing_is_told_before_compiling(tmp_path, monkeypa
         fa3.warmup((2, 1), 64)
 
 
-WORKER = """
-import pickle, sys, time
+@pytest.mark.compiles
+def test_a_kernel_of_which_the_compiler_dies_takes_no_other_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_pool, "describe_kernel", lambda kernel: kernel.entry_name)
+    deadly = SimpleNamespace(entry_name="deadly", is_storable=True, arguments=os.abort)
+    compile_all([deadly, SMALL[0]], 1)
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in printed] == ["deadly", SMALL[0].entry_name]
+    assert compiler.is_on_disk(SMALL[0]) and not compiler.is_on_disk(deadly)
 
-class Anything:
-    def __init__(self, *arguments): pass
-    def __setstate__(self, state): pass
 
-class Reader(pickle.Unpickler):
-    # Imports nothing, which would take seconds.
-    def find_class(self, *names): return Anything
-
-while True:
-    kernel = Reader(sys.stdin.buffer).load()
-    if kernel == "deadly":
-        sys.exit()
-    time.sleep(60 if kernel == "slow" else 0.1)
-    print("done", flush=True)
+def test_what_is_not_done_is_given_up(tmp_path, monkeypatch):
+    """The program and what it started are ended: then their lock is free."""
+    lock = tmp_path / "lock"
+    program = f"""
+import fcntl, os, time
+fcntl.flock(file := open({str(lock)!r}, "w"), fcntl.LOCK_EX)
+os.fork() and print(0, flush=True)
+time.sleep(300)
 """
 
-
-@pytest.fixture
-def started(monkeypatch) -> list[subprocess.Popen]:
-    """The processes that a pool starts, which compile nothing."""
-    monkeypatch.setattr(compile_pool, "PROGRAM", WORKER)
-    processes, start = [], compile_pool.start_worker
-    monkeypatch.setattr(
-        compile_pool, "start_worker", lambda: processes.append(start()) or processes[-1]
-    )
-    return processes
-
-
-def test_a_process_that_dies_of_a_kernel_is_followed_by_another(started, capsys, monkeypatch):
-    monkeypatch.setattr(compile_pool, "describe_kernel", str)
-    compile_all(["a", "deadly", "b"], 1)
-    printed = capsys.readouterr().err.splitlines()
-    assert [line.split()[-1] for line in printed] == ["a", "deadly", "b"]
-    assert len(started) == 2
-
-
-def test_what_is_not_done_is_given_up(started, monkeypatch):
     def interrupted(kernel):
-        assert kernel == "fast"
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(compile_pool, "PROGRAM", program)
     monkeypatch.setattr(compile_pool, "describe_kernel", interrupted)
+    begin = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        compile_all(["slow", "fast", "slow", "b"], 2)
-    assert len(started) == 2 and all(process.returncode for process in started)
+        compile_all(["one"], 1)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    assert time.perf_counter() - begin < 200
 
 
 def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys):
@@ -433,4 +420,6 @@ def test_a_config_json_that_does_not_do_is_refused(tmp_path, config, message, ca
 def test_a_closed_standard_error_is_no_error(monkeypatch):
     """As in `python -m fa3 compile ... 2>&-`; Python has no object for it then."""
     monkeypatch.setattr(sys, "stderr", None)
-    compile_all((), 1)
+    monkeypatch.setattr(compile_pool, "PROGRAM", "print(0)")
+    monkeypatch.setattr(compile_pool, "describe_kernel", str)
+    compile_all(["one"], 1)

@@ -1,22 +1,20 @@
 """Compiles kernels in other processes, into the cache on disk.
 
-A worker is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
-spawns would run the caller's script again. Kernels come pickled through its standard input; each is
-answered by a line, and goes to the cache on disk. What is printed meanwhile goes to the standard
-error."""
+A program of its own imports the compiler, since a fork of this process would inherit CUDA's state,
+and what `multiprocessing` spawns would run the caller's script again. It gets all kernels pickled
+through its standard input, and forks for each of them: so a kernel of which the compiler dies takes
+no other with it. What is printed meanwhile goes to the standard error."""
 
-import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 
 from fa3.planning.explanation import describe_kernel
 from fa3.running.code_cache import cache_dir, check_can_keep
@@ -45,78 +43,55 @@ def compile_all(kernels: Sequence[Kernel], processes: int | None = None) -> None
     Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
     processes are killed, which leaves nothing broken on disk."""
     begin, total = time.perf_counter(), len(kernels)
-    count = min(processes or len(os.sched_getaffinity(0)), total)
-    workers = [start_worker() for _ in range(count)]
-    idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
-
-    starting, given_up = threading.Lock(), threading.Event()
-
-    def try_kernel(kernel: Kernel) -> Kernel:
-        worker = idle.get()
-        with starting:
-            if worker.poll() is not None and not given_up.is_set():
-                worker = start_worker()
-                workers.append(worker)
-        send(worker, kernel)
-        idle.put(worker)
-        return kernel
-
-    threads = ThreadPoolExecutor(max(1, count))
-    try:
-        futures = [threads.submit(try_kernel, kernel) for kernel in kernels]
-        for done, future in enumerate(as_completed(futures), 1):
-            if sys.stderr is not None:
-                clock = f"{done} of {total} kernels, {time.perf_counter() - begin:.0f} s"
-                print(f"{clock}: {describe_kernel(future.result())}", file=sys.stderr, flush=True)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        with starting:  # after this no other process is started
-            given_up.set()
-            for worker in workers:
-                worker.kill()
-        threads.shutdown()
-        for worker in workers:
-            worker.communicate()
-
-
-def start_worker() -> subprocess.Popen:
-    """Start a process that compiles what it is sent."""
-    # It needs no GPU, so it shall not take memory of one. Where GPUs are hidden the DSL looks for
-    # one 281 times a kernel, unless the environment names the architecture.
+    # They need no GPU, so they shall not take memory of one. Where GPUs are hidden the DSL looks
+    # for one 281 times a kernel, unless the environment names the architecture.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": ARCH}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if sys.stderr is None else None,
         env=environment,
-        # Ctrl-C is the caller's, who ends this process.
-        start_new_session=True,
-    )
-
-
-def send(worker: subprocess.Popen, kernel: Kernel) -> None:
-    """Have a process compile a kernel; wait until it has, or has died of it."""
-    assert worker.stdin and worker.stdout, "they were asked for"
-    with contextlib.suppress(BrokenPipeError):
-        pickle.dump(kernel, worker.stdin)
-        worker.stdin.flush()
-    if not worker.stdout.readline():
-        worker.wait()
+        start_new_session=True,  # so that all of them can be killed, and Ctrl-C is the caller's
+    ) as program:
+        assert program.stdin and program.stdout, "they were asked for"
+        try:
+            with suppress(BrokenPipeError), program.stdin:
+                pickle.dump((kernels, processes or len(os.sched_getaffinity(0))), program.stdin)
+            for done, number in enumerate(program.stdout, 1):
+                clock = f"{done} of {total} kernels, {time.perf_counter() - begin:.0f} s"
+                line = f"{clock}: {describe_kernel(kernels[int(number)])}"
+                if sys.stderr is not None:
+                    print(line, file=sys.stderr, flush=True)
+        finally:
+            os.killpg(program.pid, signal.SIGKILL)
 
 
 def serve() -> None:
-    """Compile what comes until nothing more does; errors are printed."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    """Compile the kernels that come, each in a process; write the number of each that was tried."""
+    kernels, processes = pickle.load(sys.stdin.buffer)
+    answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    while True:
-        try:
-            kernel = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            object_code(kernel)
-        except Exception:
-            traceback.print_exc()
-        print("done", file=answers, flush=True)
+    waiting = list(range(len(kernels)))[::-1]
+    running: dict[int, int] = {}  # processes, and the numbers of their kernels
+    while waiting or running:
+        if waiting and len(running) < processes:
+            number = waiting.pop()
+            process = os.fork()
+            if process == 0:
+                try_kernel(kernels[number])
+            running[process] = number
+        else:
+            process, _ = os.wait()
+            os.write(answers, b"%d\n" % running.pop(process))
+
+
+def try_kernel(kernel: Kernel) -> None:
+    """Compile a kernel and end the process; an error is printed."""
+    try:
+        object_code(kernel)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
