@@ -499,20 +499,13 @@ def check_key_blocks(
     index, first, end, _ = segments.T
     begins_tile = np.diff(index, prepend=-1) != 0
     begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
-    most = end_blocks[index]
-    wrong = (first != begin) | (end <= begin) | (end > most)
+    most, ends_tile = end_blocks[index], np.roll(begins_tile, -1)
+    wrong = (first != begin) | (end <= begin) | (end > most) | (ends_tile & (end < most))
     if wrong.any():
         i = wrong.argmax()
         raise ValueError(
-            f"schedule has key blocks {first[i]} to {end[i] - 1} of {order.tile(int(index[i]))}, "
-            f"where {begin[i]} to at most {most[i] - 1} are left"
-        )
-    stops = np.roll(begins_tile, -1) & (end < most)
-    if stops.any():
-        i = stops.argmax()
-        raise ValueError(
-            f"schedule leaves out key blocks {end[i]} to {most[i] - 1} of "
-            f"{order.tile(int(index[i]))}"
+            f"schedule has key blocks {first[i]} to {end[i] - 1} of "
+            f"{order.tile(int(index[i]))}, where {begin[i]} to {most[i] - 1} are left"
         )
 
 
@@ -525,7 +518,7 @@ def number_parts(index: np.ndarray) -> np.ndarray:
     return np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), ONLY)
 
 
-def check_parts(order: TileOrder, num_slots: int, segments: np.ndarray) -> None:
+def check_parts(order: TileOrder, segments: np.ndarray) -> None:
     """Raise unless segments, sorted by tile and block, have the numbers of `number_parts`."""
     index, _, _, part = segments.T
     num_parts = np.bincount(index)
@@ -543,12 +536,6 @@ def check_parts(order: TileOrder, num_slots: int, segments: np.ndarray) -> None:
             f"{numbers[wrong.argmax()]} for "
             f"{Segment(order.tile(number), begin, end, PackedPart(of_part))}"
         )
-    check_integer("num_slots", num_slots)
     slots = int((numbers != ONLY).sum())
     if slots > MOST_SLOTS:
         raise ValueError(f"schedule has {slots} parts of tiles, more than {MOST_SLOTS}")
-    if num_slots != slots:
-        raise ValueError(
-            f"schedule must have num_slots {slots}, as many as it has parts of tiles, got "
-            f"{num_slots}"
-        )

@@ -16,8 +16,9 @@ sequence by sequence. So it can preprocess the queries of later head groups, con
 ones (`fa3.schedules.query_index`), and Q, dO and dQ of a sequence's heads fit in L2 together.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -105,9 +106,14 @@ class TableOrder:
         self.load(words, number)
         return self.tile_of(index, number, self.record(words))
 
-    def tile_of(self, index, number, found) -> tuple[Int32, NamedTuple]:
-        """The same, given the record with its number."""
-        return index - number * self.heads.value, found
+    def tile_of(self, index, number, record) -> tuple[Int32, NamedTuple]:
+        """The same, given the record with this number."""
+        return index - number * self.heads.value, record
+
+    def locate(self, index: Int32, end: Int32) -> tuple[Any, Int32]:
+        """The first head of a tile's head group, and the tile's number there; `end` are all tiles.
+        There is one head group."""
+        return 0, index
 
     def load(self, words: cute.Tensor, number) -> None:
         """Load the words of the record with this number, which nothing waits for until it is
@@ -139,29 +145,25 @@ class RaggedOrder(TableOrder):
         at_once = rows_of_section // (heads.value // heads_of_key)
         return cls(table, heads, heads_of_key, rows_of_section, at_once)
 
-    def tile_of(self, index, number, found) -> tuple[Int32, TileRecord]:
-        head, m_block = self.within(index, number, found)
-        return head, found._replace(m_block=m_block)
+    def tile_of(self, index, number, record) -> tuple[Int32, TileRecord]:
+        head, m_block = self.within(index, number, record)
+        return head, record._replace(m_block=m_block)
 
     @cute.jit
-    def within(self, index: Int32, number: Int32, found: TileRecord) -> tuple[Int32, Int32]:
+    def within(self, index: Int32, number: Int32, record: TileRecord) -> tuple[Int32, Int32]:
         """The head and row block of a tile, found without a division if there is one section."""
-        head, m_block = index - number * self.heads.value, found.m_block
-        if larger(found.seqlen_k, 1) > self.rows_at_once:
-            head, m_block = self.in_sections(index, number, found)
+        head, m_block = index - number * self.heads.value, record.m_block
+        if larger(record.seqlen_k, 1) > self.rows_at_once:
+            head, m_block = self.in_sections(index, number, record)
         return head, m_block
 
-    def in_sections(self, index, number, found) -> tuple:
-        """The head and row block of a tile, given the record with its number."""
-        heads = self.heads.value
-        before = found.num_m_blocks - 1 - found.m_block
-        number_in_sequence = index - number * heads + before * heads
-        return self.place(number_in_sequence, found.num_m_blocks, found.seqlen_k)
-
-    def place(self, number, num_m_blocks, seqlen_k) -> tuple:
-        """The head and row block of a sequence's tile with this number."""
-        heads = self.heads.value
-        fitting = larger(self.rows_of_section // larger(seqlen_k, 1), 1)
+    def in_sections(self, index, number, record) -> tuple:
+        """The head and row block of a tile, given the record with this number."""
+        heads, num_m_blocks = self.heads.value, record.num_m_blocks
+        before = num_m_blocks - 1 - record.m_block
+        # From here on the number counts the tiles of the sequence.
+        number = index - number * heads + before * heads
+        fitting = larger(self.rows_of_section // larger(record.seqlen_k, 1), 1)
         heads_of_section = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
         # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
         # between CTAs, are then as many as they can be.
@@ -236,8 +238,9 @@ class RaggedTiles(Dynamic):
     def read(self, cursor: RaggedCursor) -> RaggedCursor:
         """The cursor with its tile's record; past the end the last one's."""
         index = cutlass.max(cutlass.min(cursor.index, cursor.end - 1), 0)
-        head, record = self.order.tile(index)
-        return cursor._replace(head=head, record=record)
+        first_head, number = self.order.locate(index, cursor.end)
+        head, record = self.order.tile(number)
+        return cursor._replace(head=first_head + head, record=record)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
         if self.is_producer:
@@ -245,8 +248,8 @@ class RaggedTiles(Dynamic):
         index, head, *told = self.recv(cursor.count)
         # Consumers have no use for what they are not told.
         record = told[: len(cursor.record)]
-        found = self.order.record_type(*record, *cursor.record[len(record) :])
-        return RaggedCursor(index, cursor.count + 1, cursor.end, head, found)
+        record = self.order.record_type(*record, *cursor.record[len(record) :])
+        return RaggedCursor(index, cursor.count + 1, cursor.end, head, record)
 
     def take_next(self, cursor: RaggedCursor) -> RaggedCursor:
         """Take the next tile, and tell the consumers; the producer warp calls this."""
@@ -270,20 +273,11 @@ class RaggedTiles(Dynamic):
         return segment_of(cursor.index, cursor.head, cursor.record)
 
 
-class KeyTileRecord(NamedTuple):
-    """A key tile of a packed sequence, for every key/value head."""
+class KeyTileRecord(namedtuple("KeyTileRecord", (*TileRecord._fields, "owned_k"))):
+    """A key tile of a packed sequence, for every key/value head: `m_block` counts key tiles.
+    `owned_k` are the sequence's rows in k and v, also those that are not used."""
 
-    # m_block, batch: the tile: `m_block` counts key tiles inside the sequence `batch`.
-    m_block: int
-    batch: int
-    # begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
-    begin_q: int
-    seqlen_q: int
-    # begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys.
-    begin_k: int
-    seqlen_k: int
-    num_m_blocks: int  # tiles of the sequence
-    owned_k: int  # its rows in k and v, also those that are not used
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -317,13 +311,7 @@ class RaggedKeyOrder(TableOrder):
 
     @cute.jit
     def locate(self, index: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """The first head of a tile's head group, and the tile's number there.
-
-        There are few head groups: a division would take more registers than the producer has.
-
-        Args:
-            end: tiles of all head groups.
-        """
+        # There are few head groups: a division would take more registers than the producer has.
         per_group, first_head = larger(self.groups.quotient(end), 1), 0 * end
         while index >= per_group:
             index -= per_group
@@ -352,10 +340,3 @@ class RaggedKeyTiles(RaggedTiles):
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
         return self.next(cursor._replace(end=self.order.num_used))
-
-    def read(self, cursor: RaggedCursor) -> RaggedCursor:
-        """The cursor with its tile's record; past the end the last one's."""
-        index = cutlass.max(cutlass.min(cursor.index, cursor.end - 1), 0)
-        first_head, number = self.order.locate(index, cursor.end)
-        head, record = self.order.tile(number)
-        return cursor._replace(head=first_head + head, record=record)

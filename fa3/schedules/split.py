@@ -21,7 +21,6 @@ from fa3.schedules.order import (
     Segment,
     TableCursor,
     TableSchedule,
-    Tile,
     TileOrder,
     check_key_blocks,
     check_parts,
@@ -29,7 +28,7 @@ from fa3.schedules.order import (
     entries_of,
     number_parts,
 )
-from fa3.schedules.ragged import RaggedOrder, TileRecord
+from fa3.schedules.ragged import RaggedOrder, TileRecord, segment_of
 from fa3.schedules.tile_list import balance, columns_of_owners
 
 FIELDS = 4
@@ -103,7 +102,6 @@ class SplitTiles(TableSchedule):
     order: TileOrder
     num_clusters: int
     table: np.ndarray
-    num_slots: int = 0  # how many parts of tiles there are; host only
 
     fields: ClassVar[int] = FIELDS
     splits: ClassVar[bool] = True
@@ -133,7 +131,12 @@ class SplitTiles(TableSchedule):
         # Clusters that get nothing are not launched.
         used, owners = np.unique(np.concatenate((dealt, owner)), return_inverse=True)
         table = columns_of_owners(segments, owners, len(used))
-        return cls(order, len(used), table, int((part != ONLY).sum()))
+        return cls(order, len(used), table)
+
+    @property
+    def num_slots(self) -> int:
+        """How many parts of tiles there are."""
+        return int(self.parts.is_part.sum())
 
     @property
     def parts(self) -> Parts:
@@ -145,7 +148,7 @@ class SplitTiles(TableSchedule):
         count_segments(self.order, segments[:, 0])
         segments = segments[np.lexsort((segments[:, 1], segments[:, 0]))]
         check_key_blocks(self.order, segments, first_blocks, end_blocks)
-        check_parts(self.order, self.num_slots, segments)
+        check_parts(self.order, segments)
 
     def segment(self, cursor: TableCursor) -> Segment:
         index, first_block, end_block, part = cursor.entry
@@ -186,9 +189,9 @@ class RaggedSegments(SplitTiles):
         return RaggedSegmentsCursor(*cursor, *self.order.tile(larger(cursor.entry[0], 0)))
 
     def segment(self, cursor: RaggedSegmentsCursor) -> Segment:
-        record, (index, first_block, end_block, part) = cursor.record, cursor.entry
-        tile = Tile(record.m_block, cursor.head, record.batch)
-        return Segment(tile, first_block, end_block, PackedPart(part), record, index)
+        index, first_block, end_block, part = cursor.entry
+        tile = segment_of(index, cursor.head, cursor.record)
+        return tile._replace(begin=first_block, end=end_block, part=PackedPart(part))
 
 
 def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:
