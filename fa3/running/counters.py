@@ -66,30 +66,42 @@ class Reserve:
 
 @dataclass(slots=True)
 class StreamCounters:
-    """The counters of one stream."""
+    """The counters and the memory of parts of one stream, of a capture or not."""
 
     device: torch.device
     reserve: Reserve  # of the device; filled by calls that are not captured
-    # Counters that no call owns. Appending and popping are atomic.
+    capture: Capture | None = None  # that the stream takes part in
+    # Counters and memory of parts that no call owns. Appending and popping are atomic.
     free: list[torch.Tensor] = field(default_factory=list)
-    # Memory of parts that no call owns.
     free_parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, count: int) -> torch.Tensor:
-        """At least `count` counters (int32), all zero."""
-        if self.reserve.is_low:
+        """At least `count` counters (int32), all zero; in a capture, whenever the graph runs."""
+        if self.reserve.is_low and self.capture is None:
             self.reserve.fill(self.device)
         try:
             counters = self.free.pop()
         except IndexError:
-            return zeros_apart(max(count, FEWEST), self.device)
-        # All have the fewest, and `len` of a tensor takes three times as long.
-        if count > FEWEST and counters.shape[0] < count:
-            return zeros_apart(count, self.device)
+            return self.new(count)
+        # Outside of captures all have the fewest, and to look takes 0.1 us.
+        if (count > FEWEST or self.capture is not None) and counters.shape[0] < count:
+            return self.new(count)
         return counters
 
+    def new(self, count: int) -> torch.Tensor:
+        """Counters that no call had before."""
+        if self.capture is None:
+            return zeros_apart(max(count, FEWEST), self.device)
+        taken = self.reserve.take(count)
+        if taken is None:
+            # The graph zeroes these itself whenever it runs.
+            return torch.zeros(count, dtype=torch.int32, device=self.device)
+        self.capture.keep(taken)
+        return taken
+
     def give_back(self, counters: torch.Tensor) -> None:
-        self.free.append(counters)
+        if self.capture is None or self.capture.keeps(counters):
+            self.free.append(counters)
 
     def take_parts(self, count: int) -> torch.Tensor:
         """At least `count` numbers (float32), whatever they are."""
@@ -99,44 +111,13 @@ class StreamCounters:
             parts = None
         if parts is None or parts.nbytes < count * parts.itemsize:
             empty = partial(torch.empty, count, dtype=torch.float32, device=self.device)
-            parts = made_apart(empty, self.device)
+            parts = made_apart(empty, self.device) if self.capture is None else empty()
         return parts
 
     def give_back_parts(self, parts: torch.Tensor) -> None:
-        self.free_parts.append(parts)
-
-
-@dataclass(slots=True)
-class CaptureCounters:
-    """The counters of one stream of a capture."""
-
-    device: torch.device
-    capture: Capture
-    free: list[torch.Tensor] = field(default_factory=list)
-
-    def take(self, count: int) -> torch.Tensor:
-        """At least `count` counters (int32), all zero whenever the graph runs."""
-        fitting = (i for i, counters in enumerate(self.free) if len(counters) >= count)
-        if (first := next(fitting, None)) is not None:
-            return self.free.pop(first)
-        reserve = RESERVES.get(self.device)
-        taken = reserve.take(count) if reserve else None
-        if taken is None:
-            # The graph zeroes these itself whenever it runs.
-            return torch.zeros(count, dtype=torch.int32, device=self.device)
-        self.capture.keep(taken)
-        return taken
-
-    def give_back(self, counters: torch.Tensor) -> None:
-        if self.capture.keeps(counters):
-            self.free.append(counters)
-
-    def take_parts(self, count: int) -> torch.Tensor:
-        """`count` numbers (float32) of the graph's own memory, whatever they are."""
-        return torch.empty(count, dtype=torch.float32, device=self.device)
-
-    def give_back_parts(self, parts: torch.Tensor) -> None:
-        """Nothing: torch has the graph use its memory again."""
+        # Torch has a graph use its own memory again.
+        if self.capture is None:
+            self.free_parts.append(parts)
 
 
 BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
@@ -151,12 +132,11 @@ def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
 NEW_STREAM = threading.RLock()  # held while streams come and go; finalizers may come back to it
 
 
-def counters_of(
-    device: torch.device, stream: int, capture: Capture | None
-) -> StreamCounters | CaptureCounters:
+def counters_of(device: torch.device, stream: int, capture: Capture | None) -> StreamCounters:
     """The counters of a stream, or of a stream of a capture."""
     if capture is not None:
-        return capture.counters.setdefault(stream, CaptureCounters(device, capture))
+        reserve = RESERVES.setdefault(device, Reserve())
+        return capture.counters.setdefault(stream, StreamCounters(device, reserve, capture))
     if stream == PER_THREAD:
         stream = -threading.get_ident()
     counters = BY_STREAM.get((device, stream))
