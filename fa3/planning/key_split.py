@@ -102,20 +102,17 @@ def choose_shares(
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by the time until the last CTA ends."""
-    whole = KeyShares()
-    best, least = whole, time_of(blocks, heads, group, num_sms, whole, waves) * MOST_OF_TIME
-    if waves is not None and group > MOST_QUERY_HEADS:
-        least *= COST_OF_QUERY_HEADS
-    most_at_once = num_sms / (len(blocks) * heads)
-    for shares in ways_to_share(group, waits, most_at_once)[1:]:
-        if not may_have_parts(len(blocks) * heads * shares.parts, num_sms):
-            continue
-        time = time_of(blocks, heads, group, num_sms, shares, waves)
-        if waves is not None and group > shares.parts * MOST_QUERY_HEADS:
-            time *= COST_OF_QUERY_HEADS
-        if time < least:
-            best, least = shares, time
-    return best
+    num_tiles = len(blocks) * heads
+
+    def cost(shares: KeyShares) -> float:
+        drifts = waves is not None and group > shares.parts * MOST_QUERY_HEADS
+        factor = COST_OF_QUERY_HEADS if drifts else 1.0
+        return factor * time_of(blocks, heads, group, num_sms, shares, waves)
+
+    whole, *ways = ways_to_share(group, waits, num_sms / num_tiles)
+    costs = {x: cost(x) for x in ways if may_have_parts(num_tiles * x.parts, num_sms)}
+    costs[whole] = MOST_OF_TIME * cost(whole)
+    return min(costs, key=costs.__getitem__)
 
 
 def time_of(
