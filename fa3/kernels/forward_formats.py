@@ -13,7 +13,7 @@ from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
 from fa3.primitives.block_memory import BlockMemory
 from fa3.primitives.fp8_blocks import CacheConverter, rewriter_states
-from fa3.primitives.fp8_compute import TRANSPOSERS, Fp8Mmas, ValueTransposer, attention_in_fp8
+from fa3.primitives.fp8_compute import TRANSPOSERS, ValueTransposer, attention_and_columns
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
 
 FIRST_TURN_BARRIER = 1
@@ -52,7 +52,7 @@ class SixteenBits:
         """The first states of a warp that rewrites blocks of K or V."""
         return rewriter_states(self.config.kv_stages, self.config.converted_stages)
 
-    def consumer(self, group) -> tuple[Callable, Mmas | Fp8Mmas, PingPong | NoPingPong]:
+    def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """What makes a tile's attention, the WGMMAs, and when this warpgroup may issue them."""
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
         return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_v), turns
@@ -81,11 +81,11 @@ class Fp8Products(SixteenBits):
         buffers = smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v
         return ValueTransposer(*buffers, warp, lane, self.rewriters), self.states
 
-    def consumer(self, group) -> tuple[Callable, Mmas | Fp8Mmas, PingPong | NoPingPong]:
+    def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but warpgroups take no turns, which cost up to 6%."""
-        one_level = self.config.one_level
-        mmas = Fp8Mmas.of(self.config.tile_n, self.columns_v, one_level)
-        return attention_in_fp8(one_level), mmas, NoPingPong()
+        sizes = self.config.tile_n, self.columns_v, self.config.one_level
+        attention, columns = attention_and_columns(*sizes)
+        return attention, Mmas.of(self.dtype, self.config.tile_n, columns), NoPingPong()
 
     def reference(self, bound: float) -> RowMax:
         return RowMax.EXACT

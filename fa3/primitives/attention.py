@@ -16,18 +16,25 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, Uint32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
-from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.fragments import (
+    BYTES_OF_WORD,
+    as_operand_a,
+    as_rows_and_columns,
+    convert,
+    words_as_operand_a,
+)
 from fa3.primitives.softmax import OnlineSoftmax, RowMax, sum_of_squares
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 
 
 class Fragments(NamedTuple):
-    """One thread's operands: shared-memory descriptors q, k and vt; registers acc_O and p."""
+    """One thread's operands: shared-memory descriptors q, k and vt; registers acc_O and p.
+    In FP8, p is in words of four values: single values would be packed at each use."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -43,32 +50,42 @@ class Mmas(NamedTuple):
     pv: cute.TiledMma
 
     @classmethod
-    def of(cls, dtype, tile_n: int, columns_v: int) -> "Mmas":
-        """The WGMMAs of 64 rows and a block of `tile_n` keys."""
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        types, shape_v = (dtype, dtype), (ROWS, columns_v)
+    def of(cls, dtype, tile_n: int, columns_pv: int) -> "Mmas":
+        """The WGMMAs of 64 rows and a block of `tile_n` keys; one P V has so many columns."""
+        k_major = OperandMajorMode.K
+        major_v = k_major if dtype.width == 8 else OperandMajorMode.MN
+        types, shape_v = (dtype, dtype), (ROWS, columns_pv)
         qk = sm90.make_trivial_tiled_mma(
             *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, tile_n)
         )
         pv = sm90.make_trivial_tiled_mma(
-            *types, k_major, mn_major, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
+            *types, k_major, major_v, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
         )
         return cls(qk, pv)
 
     def fragments(self, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor) -> Fragments:
-        """Registers, and descriptors of the shared-memory buffers (rows, columns, stages)."""
-        tile_n, columns_v, stages = (cute.size(sV, mode=[i]) for i in range(3))
-        vt_layout = cute.make_ordered_layout((columns_v, tile_n, stages), order=(1, 0, 2))
-        sVt = cute.composition(sV, vt_layout)
-        shape_S = self.qk.partition_shape_C((ROWS, tile_n))
-        acc_O = cute.make_rmem_tensor(self.pv.partition_shape_C((ROWS, columns_v)), Float32)
+        """Registers, and descriptors of the shared-memory buffers (rows, columns, stages); in FP8
+        the last is V^T."""
+        sVt, tile_n = sV, cute.size(sK, mode=[0])
+        if sV.element_type.width == 8:
+            p = cute.make_rmem_tensor(tile_n // BYTES_OF_WORD // 2, Uint32)
+        else:
+            _, columns_v, stages = (cute.size(sV, mode=[i]) for i in range(3))
+            vt_layout = cute.make_ordered_layout((columns_v, tile_n, stages), order=(1, 0, 2))
+            sVt = cute.composition(sV, vt_layout)
+            p = cute.make_rmem_tensor(self.shape_S(tile_n), sV.element_type)
+        shape_O = self.pv.partition_shape_C((ROWS, cute.size(sVt, mode=[0])))
         return Fragments(
             self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(sQ)),
             self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sK)),
             self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sVt)),
-            acc_O,
-            cute.make_rmem_tensor(shape_S, sV.element_type),
+            cute.make_rmem_tensor(shape_O, Float32),
+            p,
         )
+
+    def shape_S(self, tile_n: int) -> tuple:
+        """The shape of a thread's share of S."""
+        return self.qk.partition_shape_C((ROWS, tile_n))
 
 
 @dataclass(frozen=True)
@@ -91,17 +108,46 @@ class Attention:
         """Wait for a block of K or V."""
         pipe.consumer_wait(state)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether P V runs under the softmax of the next block."""
+        return True
+
+    @property
+    def parts(self) -> int:
+        """Parts of V's columns of which P V is computed one after the other."""
+        return 1
+
     def issue_qk(self, k_state) -> cute.Tensor:
         """Start S = Q K^T into a fresh accumulator: an old one would stay live as an input."""
-        acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
+        acc_S = cute.make_rmem_tensor(self.mmas.shape_S(self.rules.coords.tile_n), Float32)
         k = self.regs.k[None, None, None, k_state.index]
         wgmma.issue(self.mmas.qk.op, acc_S, self.q, k, accumulate=False)
         return acc_S
 
-    def issue_pv(self, v_state):
-        """Start O += P V."""
-        p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
-        wgmma.issue(self.mmas.pv.op, self.regs.acc_O, p, vt, accumulate=True)
+    def operand_p(self) -> cute.Tensor:
+        """P as the A operand of P V."""
+        p = self.regs.p
+        return words_as_operand_a(p) if p.element_type is Uint32 else as_operand_a(p)
+
+    def issue_pv(self, v_state, part: int):
+        """Start O += P V; return what `add` adds to O."""
+        vt = self.regs.vt[None, None, None, v_state.index]
+        wgmma.issue(self.mmas.pv.op, self.regs.acc_O, self.operand_p(), vt, accumulate=True)
+
+    def add(self, fresh, part: int) -> None:
+        """Add P V of a part of V's columns to O, unless the WGMMA has done so."""
+
+    def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool):
+        """Adapt the softmax's references to a block, and O; return what `rescale` needs."""
+        if self.softmax.online_max:
+            acc_O = as_rows_and_columns(self.regs.acc_O)
+            self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
+        elif self.may_lack_reference(masked):
+            self.softmax.adopt(scores, shifts, self.sees(n_block))
+
+    def rescale(self, factors) -> None:
+        """Multiply O by what `follow` returned, unless it has done so."""
 
     @property
     def guesses_beside_biases(self) -> bool:
@@ -137,6 +183,8 @@ class Attention:
         Args:
             blocks: `fa3.scores.masks.Blocks`; `first` has done block `end - 1`.
         """
+        if cutlass.const_expr(not self.overlaps):
+            v_state = self.sum_up(v_state)
         n_block = blocks.end - 1
         while n_block > blocks.full_end:
             n_block -= 1
@@ -166,43 +214,61 @@ class Attention:
 
     @cute.jit
     def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T and O += P V[n_block + 1] on the tensor cores; softmax of S."""
+        """S = Q K[n_block]^T and O += P V[n_block + 1] on the tensor cores; softmax of S. Without
+        overlap P V[n_block] follows instead."""
         self.wait(self.pipeline_k, k_state)
         self.turns.wait()
         acc_S = self.issue_qk(k_state)
-        self.wait(self.pipeline_v, v_state)
-        self.issue_pv(v_state)
+        fresh = None
+        if cutlass.const_expr(self.overlaps):
+            self.wait(self.pipeline_v, v_state)
+            fresh = self.issue_pv(v_state, 0)
         self.turns.signal_next()
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(1 if self.overlaps else 0)
         self.pipeline_k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
-        if cutlass.const_expr(self.softmax.online_max):
-            acc_O = as_rows_and_columns(self.regs.acc_O)
-            self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
-        elif cutlass.const_expr(self.may_lack_reference(masked)):
-            self.softmax.adopt(scores, shifts, self.sees(n_block))
+        factors = self.follow(scores, shifts, n_block, masked)
         may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
         drawn = self.draw(acc_S, n_block)
-        # V has already landed; this wait is here for its branch. The branch keeps ptxas from
-        # hoisting the wait for P V above the exponentials, which should overlap with P V. If
-        # nothing above branches, the condition must depend on the exponentials.
-        if self.softmax.has_summed():
-            self.pipeline_v.consumer_wait(v_state)
-        warpgroup.wait_group(0)
-        self.pipeline_v.consumer_release(v_state)
+        if cutlass.const_expr(self.overlaps):
+            # V has already landed; this wait is here for its branch. The branch keeps ptxas from
+            # hoisting the wait for P V above the exponentials, which should overlap with P V. If
+            # nothing above branches, the condition must depend on the exponentials.
+            if self.softmax.has_summed():
+                self.pipeline_v.consumer_wait(v_state)
+            warpgroup.wait_group(0)
+            self.pipeline_v.consumer_release(v_state)
+            self.add(fresh, 0)
+        self.rescale(factors)
         self.write_p(acc_S, drawn)
         k_state.advance()
-        v_state.advance()
+        if cutlass.const_expr(self.overlaps):
+            v_state.advance()
+        else:
+            v_state = self.sum_up(v_state)
         return k_state, v_state
 
     @cute.jit
     def last(self, v_state):
-        """O += P V of the tile's last block."""
+        """O += P V of the tile's last block, if it is still to be done."""
+        if cutlass.const_expr(self.overlaps):
+            v_state = self.sum_up(v_state)
+        return v_state
+
+    @cute.jit
+    def sum_up(self, v_state):
+        """O += P V of a block, part by part."""
         self.wait(self.pipeline_v, v_state)
-        self.issue_pv(v_state)
-        warpgroup.wait_group(0)
+        for part in cutlass.range_constexpr(self.parts):
+            fresh = self.issue_pv(v_state, part)
+            warpgroup.wait_group(0)
+            self.add(fresh, part)
+            if cutlass.const_expr(part + 1 < self.parts):
+                # V has landed; the branch keeps ptxas from adding up after the next WGMMAs have
+                # begun, which takes registers for both parts.
+                self.wait(self.pipeline_v, v_state)
         self.pipeline_v.consumer_release(v_state)
         v_state.advance()
         return v_state

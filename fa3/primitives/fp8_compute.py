@@ -17,16 +17,13 @@ DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
-from fa3.primitives.attention import Attention, Fragments
+from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
 from fa3.primitives.fragments import as_rows_and_columns
@@ -42,7 +39,6 @@ WGMMAs at 192, and does not at 160."""
 LOADS_AT_ONCE = 2
 """Loads of a transposing warp that are on their way at once: it has 40 registers a thread."""
 
-BYTES_OF_WORD = 4  # values of e4m3 in a register
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
 
@@ -51,87 +47,76 @@ def pv_overlaps(tile_n: int, columns_v: int) -> bool:
     return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS
 
 
-def columns_at_once(tile_n: int, columns_v: int) -> int:
-    """Columns of V that one P V takes: half of them if P, O and P V do not fit the registers."""
-    return columns_v if tile_n // 8 + columns_v <= MOST_REGISTERS else columns_v // 2
-
-
 def fragment_registers(tile_n: int, columns_v: int, one_level: bool) -> int:
     """Registers of a thread for its fragments of S, P, O and, if it is apart and overlaps, P V."""
     is_apart = not one_level and pv_overlaps(tile_n, columns_v)
     return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
 
-class Fp8Mmas(NamedTuple):
-    """The two WGMMAs: S = Q K^T from shared memory, and P V with P in registers."""
+class Fp8Attention(Attention):
+    """The attention of one tile's rows with q, k and v in e4m3, and sums in one level."""
 
-    qk: cute.TiledMma
-    pv: cute.TiledMma
+    @property
+    def overlaps(self) -> bool:
+        """Whether P V runs under the softmax of the next block. At head size 256 it does not:
+        ptxas would let WGMMAs wait for each other, for lack of registers."""
+        return self.rules.coords.tile_n // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
 
-    @classmethod
-    def of(cls, tile_n: int, columns_v: int, one_level: bool) -> "Fp8Mmas":
-        """The WGMMAs of 64 rows and a block of `tile_n` keys."""
-        kinds = Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K, Float32
-        one, columns = (1, 1, 1), columns_v if one_level else columns_at_once(tile_n, columns_v)
-        qk = sm90.make_trivial_tiled_mma(*kinds, one, (ROWS, tile_n))
-        pv = sm90.make_trivial_tiled_mma(*kinds, one, (ROWS, columns), warpgroup.OperandSource.RMEM)
-        return cls(qk, pv)
+    def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool) -> tuple:
+        """Raise the softmax's references; return what O is to be multiplied by."""
+        return self.softmax.follow(scores, shifts)
 
-    def fragments(self, sQ: cute.Tensor, sK: cute.Tensor, sVt: cute.Tensor) -> Fragments:
-        """Registers, and descriptors of the shared-memory buffers (rows, columns, stages).
-        P is in words of four values: single values would be packed at each use."""
-        columns_v, tile_n = (cute.size(sVt, mode=[i]) for i in range(2))
-        return Fragments(
-            self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(sQ)),
-            self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sK)),
-            self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sVt)),
-            cute.make_rmem_tensor(self.pv.partition_shape_C((ROWS, columns_v)), Float32),
-            cute.make_rmem_tensor(tile_n // BYTES_OF_WORD // 2, Uint32),
+    def rescale(self, factors: tuple) -> None:
+        """O = O * factors."""
+        acc_O = as_rows_and_columns(self.regs.acc_O)
+        for r, factor in enumerate(factors):
+            acc_O[r, None].store(acc_O[r, None].load() * factor)
+
+    def write_p(self, acc_P: cute.Tensor, drawn) -> None:
+        """Make P the operand of P V, which must be done with the block before."""
+        words = self.regs.p
+        steps = cute.size(words) // 4
+        operand = cute.make_tensor(
+            acc_P.iterator, cute.make_layout((2, 2, 2, 2, steps), stride=(1, 4, 2, 8, 16))
         )
+        for step in range(steps):
+            values = cute.make_rmem_tensor((2, 2, 2, 2), Float8E4M3FN)
+            values.store(operand[None, None, None, None, step].load().to(Float8E4M3FN))
+            packed = cute.recast_tensor(cute.flatten(values), Uint32)
+            for i in range(4):
+                words[4 * step + i] = packed[i]
 
 
 @dataclass(frozen=True)
-class Fp8Attention(Attention):
-    """The attention of one tile's rows with q, k and v in e4m3, and sums in two levels."""
+class TwoLevelAttention(Fp8Attention):
+    """The same with sums in two levels."""
 
     # What this thread's rows of O are multiplied by when P V is added; zero at first.
     factors: cute.Tensor | None = None
 
     @classmethod
-    def of(cls, *given) -> "Fp8Attention":
+    def of(cls, *given) -> "TwoLevelAttention":
         """The attention of a tile that has only begun; the arguments are the base's fields."""
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
         return cls(*given, factors)
 
     @property
-    def tile_n(self) -> int:
-        return 2 * BYTES_OF_WORD * cute.size(self.regs.p)
-
-    @property
     def overlaps(self) -> bool:
         """Whether P V runs under the softmax of the next block."""
-        return pv_overlaps(self.tile_n, 2 * cute.size(self.regs.acc_O))
+        return pv_overlaps(self.rules.coords.tile_n, 2 * cute.size(self.regs.acc_O))
 
     @property
     def parts(self) -> int:
-        """Parts of V's columns of which P V is computed one after the other."""
         return cute.size(self.regs.acc_O, mode=[2])
 
-    def issue_qk(self, k_state) -> cute.Tensor:
-        """Start S = Q K^T into a fresh accumulator."""
-        acc_S = cute.make_rmem_tensor(self.mmas.qk.partition_shape_C((ROWS, self.tile_n)), Float32)
-        k = self.regs.k[None, None, None, k_state.index]
-        wgmma.issue(self.mmas.qk.op, acc_S, self.q, k, accumulate=False)
-        return acc_S
-
-    def issue_part(self, v_state, part: int) -> cute.Tensor:
+    def issue_pv(self, v_state, part: int) -> cute.Tensor:
         """Start P V of a part of V's columns, into a fresh accumulator."""
         vt = self.regs.vt[None, None, None, v_state.index]
         size, _, steps = (cute.size(vt, mode=[i]) for i in range(3))
         fresh = cute.make_rmem_tensor(self.part_of_O(part).layout, Float32)
         vt = cute.local_tile(vt, (size, 1, steps), (0, part, 0))
-        wgmma.issue(self.mmas.pv.op, fresh, as_operand(self.regs.p), vt, accumulate=False)
+        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, accumulate=False)
         return fresh
 
     def part_of_O(self, part: int) -> cute.Tensor:
@@ -153,114 +138,16 @@ class Fp8Attention(Attention):
         for r, factor in enumerate(factors):
             self.factors[r] = factor
 
-    @cute.jit
-    def rest(self, blocks, k_state, v_state):
-        """All blocks after the first, as in 16 bits; without overlap also the first P V."""
-        if cutlass.const_expr(not self.overlaps):
-            v_state = self.sum_up(v_state)
-        return Attention.rest(self, blocks, k_state, v_state)
 
-    @cute.jit
-    def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T and its softmax, with P V[n_block + 1] meanwhile or P V[n_block]."""
-        self.wait(self.pipeline_k, k_state)
-        acc_S = self.issue_qk(k_state)
-        fresh = None
-        if cutlass.const_expr(self.overlaps):
-            self.wait(self.pipeline_v, v_state)
-            fresh = self.issue_part(v_state, 0)
-        warpgroup.wait_group(1 if self.overlaps else 0)
-        self.pipeline_k.consumer_release(k_state)
-        k_state.advance()
-        scores = as_rows_and_columns(acc_S)
-        shifts = self.rules.apply(scores, n_block, masked)
-        factors = self.softmax.follow(scores, shifts)
-        self.softmax.exponentiate(scores, True, shifts)
-        if cutlass.const_expr(self.overlaps):
-            # V has landed; the branch keeps ptxas from waiting for P V before the exponentials.
-            if self.softmax.has_summed():
-                self.pipeline_v.consumer_wait(v_state)
-            warpgroup.wait_group(0)
-            self.pipeline_v.consumer_release(v_state)
-            v_state.advance()
-            self.add(fresh, 0)
-        self.rescale(factors)
-        self.write_p(acc_S, None)
-        if cutlass.const_expr(not self.overlaps):
-            v_state = self.sum_up(v_state)
-        return k_state, v_state
-
-    @cute.jit
-    def last(self, v_state):
-        """O = O * factors + P V of the tile's last block, if it is still to be done."""
-        if cutlass.const_expr(self.overlaps):
-            v_state = self.sum_up(v_state)
-        return v_state
-
-    @cute.jit
-    def sum_up(self, v_state):
-        """O = O * factors + P V of a block, part by part."""
-        self.wait(self.pipeline_v, v_state)
-        for part in cutlass.range_constexpr(self.parts):
-            fresh = self.issue_part(v_state, part)
-            warpgroup.wait_group(0)
-            self.add(fresh, part)
-            if cutlass.const_expr(part + 1 < self.parts):
-                # V has landed; the branch keeps ptxas from adding up after the next WGMMAs have
-                # begun, which takes registers for both parts.
-                self.wait(self.pipeline_v, v_state)
-        self.pipeline_v.consumer_release(v_state)
-        v_state.advance()
-        return v_state
-
-    def write_p(self, acc_P: cute.Tensor, drawn) -> None:
-        """Make P the operand of P V, which must be done with the block before."""
-        words = self.regs.p
-        steps = cute.size(words) // 4
-        operand = cute.make_tensor(
-            acc_P.iterator, cute.make_layout((2, 2, 2, 2, steps), stride=(1, 4, 2, 8, 16))
-        )
-        for step in range(steps):
-            values = cute.make_rmem_tensor((2, 2, 2, 2), Float8E4M3FN)
-            values.store(operand[None, None, None, None, step].load().to(Float8E4M3FN))
-            packed = cute.recast_tensor(cute.flatten(values), Uint32)
-            for i in range(4):
-                words[4 * step + i] = packed[i]
-
-
-class OneLevelAttention(Fp8Attention):
-    """The same with P V added to O by the WGMMA."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether P V runs under the softmax of the next block. At head size 256 it does not:
-        ptxas would let WGMMAs wait for each other, for lack of registers."""
-        return self.tile_n // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
-
-    def issue_part(self, v_state, part: int) -> None:
-        """Start O += P V."""
-        vt = self.regs.vt[None, None, None, v_state.index]
-        wgmma.issue(self.mmas.pv.op, self.regs.acc_O, as_operand(self.regs.p), vt, accumulate=True)
-
-    def add(self, fresh: None, part: int) -> None:
-        """Do nothing: the WGMMA has added P V to O."""
-
-    def rescale(self, factors: tuple) -> None:
-        """O = O * factors."""
-        acc_O = as_rows_and_columns(self.regs.acc_O)
-        for r, factor in enumerate(factors):
-            acc_O[r, None].store(acc_O[r, None].load() * factor)
-
-
-def attention_in_fp8(one_level: bool) -> Callable[..., Fp8Attention]:
-    """Makes the attention of a tile, with sums in one level or in two."""
-    return OneLevelAttention.of if one_level else Fp8Attention.of
-
-
-def as_operand(words: cute.Tensor) -> cute.Tensor:
-    """View P's words as the A operand ((4, 2, 2), 1, tile_n / 32)."""
-    values = cute.recast_ptr(words.iterator, dtype=Float8E4M3FN)
-    return cute.make_tensor(values, cute.make_layout(((4, 2, 2), 1, cute.size(words) // 4)))
+def attention_and_columns(
+    tile_n: int, columns_v: int, one_level: bool
+) -> tuple[Callable[..., Fp8Attention], int]:
+    """What makes the attention of a tile, and columns of V that one P V takes. Of two levels it
+    takes half of them if P, O and P V do not fit the registers."""
+    if one_level:
+        return Fp8Attention, columns_v
+    is_whole = tile_n // 8 + columns_v <= MOST_REGISTERS
+    return TwoLevelAttention.of, columns_v if is_whole else columns_v // 2
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp
 
 from fa3.primitives.wgmma import ROWS
@@ -40,6 +40,14 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
         ),
     )
 
+
+def words_as_operand_a(words: cute.Tensor) -> cute.Tensor:
+    """View words of e4m3, four values each, as the A operand ((4, 2, 2), 1, N/32)."""
+    values = cute.recast_ptr(words.iterator, dtype=Float8E4M3FN)
+    return cute.make_tensor(values, cute.make_layout(((4, 2, 2), 1, cute.size(words) // 4)))
+
+
+BYTES_OF_WORD = 4  # values of e4m3 in a register
 
 PACKED_TYPES = {"BFloat16": "bf16x2", "Float16": "f16x2"}
 """A 16-bit type -> what PTX calls two of it in a word."""
