@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import cutlass
 import golden
 
+from fa3.running.compiler import Kernel, compile_kernel
 from fa3.tools import cubin
 from fa3.tools.cubin import CubinReport, opcode
+
+REGISTERS_OF_SM = 65536
 
 WAIT_WGMMA = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 
@@ -73,6 +76,17 @@ def inspect(code: bytes) -> KernelReport:
     """Read a cubin as `fa3.tools.cubin` does, and note it for the golden file."""
     report = KernelReport(**vars(cubin.inspect(code)))
     golden.OF_TEST[f"kernel {len(golden.OF_TEST) + 1}"] = figures(report)
+    return report
+
+
+def report_of(kernel: Kernel, ctas_of_sm: int = 1, most_spills: int = 0) -> KernelReport:
+    """Compile a kernel and return its report: its registers do, and ptxas had no complaint."""
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_ptxas_log(compiled.ptxas_log)
+    assert report.spill_instructions <= most_spills
+    assert report.stack_bytes == 0 or most_spills
+    assert ctas_of_sm * report.registers * report.threads <= REGISTERS_OF_SM
     return report
 
 

