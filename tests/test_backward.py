@@ -84,23 +84,20 @@ def test_rows_that_see_nothing_take_no_gradient_whatever_comes():
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_nothing_to_compute(has_sinks, where):
-    for sizes in ((0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)):
-        check_nothing(*sizes, has_sinks, where)
-
-
-def check_nothing(batch, seqlen_q, seqlen_k, heads_kv, has_sinks: bool, where) -> None:
-    """Assert that gradients are 0, but of the sinks of rows without keys."""
-    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
-    q, k, v = (x.requires_grad_() for x in make_operands(problem, 0, where))
-    sinks = torch.ones(2 * heads_kv, device=where, requires_grad=True) if has_sinks else None
-    out, lse = fa3.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
-    wanted = (q, k, v, sinks) if has_sinks else (q, k, v)
-    found = torch.autograd.grad((out, lse), wanted, (out, torch.ones_like(lse)))
-    for x, dx in zip(wanted[:3], found[:3], strict=True):
-        assert dx.shape == x.shape and not dx.any()
-    if has_sinks:
-        # The log-sum-exp of a row without keys is its head's sink.
-        assert found[3].tolist() == [batch * seqlen_q * (seqlen_k == 0)] * len(sinks)
+    """Gradients are 0, but of the sinks of rows without keys."""
+    sizes = (0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)
+    for batch, seqlen_q, seqlen_k, heads_kv in sizes:
+        problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
+        q, k, v = (x.requires_grad_() for x in make_operands(problem, 0, where))
+        sinks = torch.ones(2 * heads_kv, device=where, requires_grad=True) if has_sinks else None
+        out, lse = fa3.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+        wanted = (q, k, v, sinks) if has_sinks else (q, k, v)
+        found = torch.autograd.grad((out, lse), wanted, (out, torch.ones_like(lse)))
+        for x, dx in zip(wanted[:3], found[:3], strict=True):
+            assert dx.shape == x.shape and not dx.any()
+        if has_sinks:
+            # The log-sum-exp of a row without keys is its head's sink.
+            assert found[3].tolist() == [batch * seqlen_q * (seqlen_k == 0)] * len(sinks)
 
 
 # ------------------------------------------------------------------------------ part of autograd

@@ -261,54 +261,48 @@ def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(fixed, head_dim, a
 @pytest.mark.parametrize("softcap", [0.0, 60.0])
 def test_values_of_any_size(softcap, device, always_fixed):
     for power, logits in itertools.product((-110, -90, 30, 60, 100, 120), (-40.0, 0.0, 46.0)):
-        check_values(power, logits, softcap, device)
-
-
-def check_values(power: int, logits: float, softcap: float, device) -> None:
-    """Assert that values times a power of two give a result times that power."""
-    problem = make_problem(1, 300, 700, 1, 2, 128)
-    q, k, v = make_operands(problem, device=device)
-    # Scores of about 0 in the last block, and of `logits` before.
-    q, k = q.abs() + 1, k * 0.05
-    k[:, :500] += logits / (1.3 * 128**0.5 * 1.4)
-    v = v * 2.0**power
-    out, lse = attend(q, k, v, Window(), softcap=softcap)
-    expected, expected_lse = attend(q, k, v * 2.0**-power, Window(), softcap=softcap)
-    assert out.isfinite().all()
-    torch.testing.assert_close(out.double() * 2.0**-power, expected.double(), rtol=2e-2, atol=4e-3)
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
-    check_attention(
-        expected, expected_lse, q, k, v * 2.0**-power, softcap=softcap, lse_tolerance=2e-2
-    )
-    assert not used_counters()
+        problem = make_problem(1, 300, 700, 1, 2, 128)
+        q, k, v = make_operands(problem, device=device)
+        # Scores of about 0 in the last block, and of `logits` before.
+        q, k = q.abs() + 1, k * 0.05
+        k[:, :500] += logits / (1.3 * 128**0.5 * 1.4)
+        v = v * 2.0**power
+        out, lse = attend(q, k, v, Window(), softcap=softcap)
+        expected, expected_lse = attend(q, k, v * 2.0**-power, Window(), softcap=softcap)
+        assert out.isfinite().all()
+        torch.testing.assert_close(
+            out.double() * 2.0**-power, expected.double(), rtol=2e-2, atol=4e-3
+        )
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+        check_attention(
+            expected, expected_lse, q, k, v * 2.0**-power, softcap=softcap, lse_tolerance=2e-2
+        )
+        assert not used_counters()
 
 
 @pairs(window=(Window(), CAUSAL, Window(600, -1)), fixed=(True, False))
 def test_visible_scores_of_minus_infinity(fixed, window, device):
     """The last keys are as good as hidden, also where they are all of a row's first blocks."""
     for count in (1, 128, 256, 300):
-        check_hidden(count, fixed, window, device)
-
-
-def check_hidden(count: int, fixed: bool, window: Window, device) -> None:
-    """Assert that so many last keys with scores of -inf weigh nothing."""
-    problem = make_problem(1, 640, 640, 1, 2, 128, window)
-    q, k, v = make_operands(problem, device=device)
-    q[..., 0] = 1
-    k[:, -count:, :, 0] = -torch.inf
-    out, lse = attend(q, k, v, window, plan=plan_of(problem, fixed=fixed))
-    at = torch.arange(640, device=device)
-    ahead = at - at[:, None]
-    seen = (at < 640 - count) & (ahead <= (window.right if window.right >= 0 else 640))
-    seen = seen & (-ahead <= (window.left if window.left >= 0 else 640))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat(1, 1, 2, 1)) * 128**-0.5
-    scores = scores.masked_fill(~seen, -torch.inf)
-    exact_lse = scores.logsumexp(-1)
-    weights = (scores - exact_lse.masked_fill(exact_lse.isinf(), 0.0)[..., None]).exp()
-    exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat(1, 1, 2, 1))
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
-    assert not used_counters()
+        problem = make_problem(1, 640, 640, 1, 2, 128, window)
+        q, k, v = make_operands(problem, device=device)
+        q[..., 0] = 1
+        k[:, -count:, :, 0] = -torch.inf
+        out, lse = attend(q, k, v, window, plan=plan_of(problem, fixed=fixed))
+        at = torch.arange(640, device=device)
+        ahead = at - at[:, None]
+        seen = (at < 640 - count) & (ahead <= (window.right if window.right >= 0 else 640))
+        seen = seen & (-ahead <= (window.left if window.left >= 0 else 640))
+        scores = (
+            torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat(1, 1, 2, 1)) * 128**-0.5
+        )
+        scores = scores.masked_fill(~seen, -torch.inf)
+        exact_lse = scores.logsumexp(-1)
+        weights = (scores - exact_lse.masked_fill(exact_lse.isinf(), 0.0)[..., None]).exp()
+        exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat(1, 1, 2, 1))
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+        assert not used_counters()
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL, Window(200, 0)])

@@ -249,28 +249,23 @@ def test_strides(window, where):
 def test_schedules_and_clusters_give_the_same_bits(head_dim, window, schedule, device):
     """A schedule and that by a list, each without clusters and with pairs of rows."""
     for lengths in ((1000, 1000), (1500, 700), (129, 3000)):
-        check_schedules(make_problem(3, *lengths, 8, 2, head_dim, window), schedule, device)
-
-
-def check_schedules(problem: Problem, schedule: type, device) -> None:
-    """Assert that a schedule and pairs of rows give the bits of a list."""
-    window = problem.window
-    q, k, v = make_operands(problem, device=device)
-    config = plan_forward(problem).config
-    of_clusters = []
-    for cluster_m in (1, 2):
-        paired = replace(config, cluster_m=cluster_m, cluster_h=1)
-        plan = plan_forward(problem, config=paired, schedule=TileList)
-        out, lse = attend(q, k, v, window, plan=plan)
-        check_attention(out, lse, q, k, v, window=window)
-        of_clusters.append((out, lse))
-        plan = plan_forward(problem, config=paired, schedule=schedule)
-        same, same_lse = attend(q, k, v, window, plan=plan)
-        assert torch.equal(out, same) and torch.equal(lse, same_lse), plan
-    # Pairs of rows begin with another block under a mask, from which a fixed reference is taken.
-    if not config.fixed_reference:
-        (out, lse), (paired_out, paired_lse) = of_clusters
-        assert torch.equal(out, paired_out) and torch.equal(lse, paired_lse)
+        problem = make_problem(3, *lengths, 8, 2, head_dim, window)
+        q, k, v = make_operands(problem, device=device)
+        config = plan_forward(problem).config
+        of_clusters = []
+        for cluster_m in (1, 2):
+            paired = replace(config, cluster_m=cluster_m, cluster_h=1)
+            plan = plan_forward(problem, config=paired, schedule=TileList)
+            out, lse = attend(q, k, v, window, plan=plan)
+            check_attention(out, lse, q, k, v, window=window)
+            of_clusters.append((out, lse))
+            plan = plan_forward(problem, config=paired, schedule=schedule)
+            same, same_lse = attend(q, k, v, window, plan=plan)
+            assert torch.equal(out, same) and torch.equal(lse, same_lse), plan
+        # Pairs of rows begin with another block under a mask: another fixed reference.
+        if not config.fixed_reference:
+            (out, lse), (paired_out, paired_lse) = of_clusters
+            assert torch.equal(out, paired_out) and torch.equal(lse, paired_lse)
 
 
 def test_runs_on_the_current_stream(device):

@@ -220,19 +220,14 @@ HARD = {
 def test_hard_data(where):
     """The error stays at the error of 16 bits on the same numbers, also with a sink of 20."""
     for name in HARD:
-        check_hard(name, where)
-
-
-def check_hard(name: str, where) -> None:
-    """Check a call on one kind of hard data."""
-    keys = (1 << 17) - 3 if name == "needle" else 5000
-    problem = CacheProblem((keys,), heads_kv=1, group=2, head_dim=64, sinks="float32", room=0)
-    call, exact = in_two_types(problem, 0, where)
-    q = call["q"][:, :, :1].float()
-    call["k_cache"] = in_fp8(HARD[name](call["k_cache"].float(), q))
-    exact["k_cache"] = call["k_cache"].double() * call["k_descale"][0][:, None]
-    call["sinks"] = exact["sinks"] = torch.tensor([0.0, 20.0], device=where)
-    check_results(exact, *attend(call)[:2])
+        keys = (1 << 17) - 3 if name == "needle" else 5000
+        problem = CacheProblem((keys,), heads_kv=1, group=2, head_dim=64, sinks="float32", room=0)
+        call, exact = in_two_types(problem, 0, where)
+        q = call["q"][:, :, :1].float()
+        call["k_cache"] = in_fp8(HARD[name](call["k_cache"].float(), q))
+        exact["k_cache"] = call["k_cache"].double() * call["k_descale"][0][:, None]
+        call["sinks"] = exact["sinks"] = torch.tensor([0.0, 20.0], device=where)
+        check_results(exact, *attend(call)[:2])
 
 
 def test_values_beyond_the_range_are_limited(where):

@@ -185,22 +185,17 @@ def test_scores_and_sinks(name, where):
 def test_hard_values(where):
     """Outliers as FlashAttention-3 draws them, keys that grow, and logits of other sizes."""
     for kind in ("outliers", "growing", "large", "small", "equal"):
-        check_hard(kind, where)
-
-
-def check_hard(kind: str, where) -> None:
-    """Check a call on one kind of hard data."""
-    q, k, v = (drawn(1, 512, 2, 128, seed=i, where=where) for i in range(3))
-    if kind == "outliers":
-        masks = (drawn(1, 512, 2, 128, seed=i + 5, where=where) for i in range(3))
-        q, k, v = (x + 10 * y * (y.abs() > 3.29) for x, y in zip((q, k, v), masks, strict=True))
-    elif kind == "growing":
-        k = k * torch.linspace(0.1, 8, 512, device=where)[:, None, None]
-    elif kind == "equal":
-        q = q * 0
-    else:
-        q = q * (8.0 if kind == "large" else 1e-3)
-    check(q, k, v, Window(-1, 0), tolerance=1e-2)
+        q, k, v = (drawn(1, 512, 2, 128, seed=i, where=where) for i in range(3))
+        if kind == "outliers":
+            masks = (drawn(1, 512, 2, 128, seed=i + 5, where=where) for i in range(3))
+            q, k, v = (x + 10 * y * (y.abs() > 3.29) for x, y in zip((q, k, v), masks, strict=True))
+        elif kind == "growing":
+            k = k * torch.linspace(0.1, 8, 512, device=where)[:, None, None]
+        elif kind == "equal":
+            q = q * 0
+        else:
+            q = q * (8.0 if kind == "large" else 1e-3)
+        check(q, k, v, Window(-1, 0), tolerance=1e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

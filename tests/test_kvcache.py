@@ -257,26 +257,23 @@ def test_batch_invariance(group, page_size, where):
         *((1, {"batch_invariant": True}), (9, {"batch_invariant": True})),
         *((9, {"num_splits": 1}), (1, {"num_splits": 5})),
     ):
-        check_invariance(seqlen_q, group, page_size, options, where)
-
-
-def check_invariance(seqlen_q, group, page_size: int | None, options: dict, where) -> None:
-    """Assert that a sequence gives the same bits alone and anywhere among others."""
-    few, many = (900, 41, 0, 333, 128), (20_000, 41, 0, 3333, 512, 513, *range(1, 2000, 50))
-    seqlens = few if where == "cpu" else many
-    problem = CacheProblem(
-        seqlens, seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
-    )
-    call = make_call(problem, device=where)
-    out, lse, _ = run(call, **options)
-    by_sequence = ["q", "cache_seqlens"] + (["page_table"] if page_size else ["k_cache", "v_cache"])
-    last = len(seqlens) - 1
-    for chosen in ([0], [3], [3, 0], [4, 3, 2, 1, 0], [1] * len(seqlens) + [0], [last, 3, 3]):
-        some = call | {name: call[name][chosen] for name in by_sequence}
-        some_out, some_lse, _ = run(some, **options)
-        assert torch.equal(some_out, out[chosen]) and torch.equal(some_lse, lse[chosen])
-    fewer_sms_out, fewer_sms_lse, _ = run(call, **options, sm_margin=77)
-    assert torch.equal(fewer_sms_out, out) and torch.equal(fewer_sms_lse, lse)
+        few, many = (900, 41, 0, 333, 128), (20_000, 41, 0, 3333, 512, 513, *range(1, 2000, 50))
+        seqlens = few if where == "cpu" else many
+        problem = CacheProblem(
+            seqlens, seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
+        )
+        call = make_call(problem, device=where)
+        out, lse, _ = run(call, **options)
+        by_sequence = ["q", "cache_seqlens"] + (
+            ["page_table"] if page_size else ["k_cache", "v_cache"]
+        )
+        last = len(seqlens) - 1
+        for chosen in ([0], [3], [3, 0], [4, 3, 2, 1, 0], [1] * len(seqlens) + [0], [last, 3, 3]):
+            some = call | {name: call[name][chosen] for name in by_sequence}
+            some_out, some_lse, _ = run(some, **options)
+            assert torch.equal(some_out, out[chosen]) and torch.equal(some_lse, lse[chosen])
+        fewer_sms_out, fewer_sms_lse, _ = run(call, **options, sm_margin=77)
+        assert torch.equal(fewer_sms_out, out) and torch.equal(fewer_sms_lse, lse)
 
 
 # -------------------------------------------------------------------------------------- merge
@@ -303,24 +300,19 @@ def partial_results(num_splits=3, head_dim=64, where="cpu"):
 )
 def test_combine(head_dim, out_dtype, where):
     for num_splits in (1, 2, 40, 300):
-        check_merged(num_splits, out_dtype, head_dim, where)
-
-
-def check_merged(num_splits: int, out_dtype: torch.dtype | None, head_dim: int, where) -> None:
-    """Assert that parts are merged as their log-sum-exps say."""
-    parts, lses = partial_results(num_splits, head_dim, where)
-    with poisoned_allocations():
-        out, lse = flash_attn_combine(parts, lses, out_dtype=out_dtype)
-    assert out.dtype == (out_dtype or torch.float32)
-    exact = lses.double().logsumexp(0)
-    shares = (lses.double() - exact).exp().nan_to_num(0.0)
-    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
-    merged = (shares[..., None] * parts.double()).sum(0)
-    torch.testing.assert_close(out, merged.to(out.dtype), rtol=2e-2, atol=1e-5)
-    assert (out[0, 0, 0] == 0).all() and lse[0, 0, 0] == -math.inf
-    given = torch.full_like(out, torch.nan)
-    assert flash_attn_combine(parts, lses, given)[0] is given
-    assert torch.equal(given, out)
+        parts, lses = partial_results(num_splits, head_dim, where)
+        with poisoned_allocations():
+            out, lse = flash_attn_combine(parts, lses, out_dtype=out_dtype)
+        assert out.dtype == (out_dtype or torch.float32)
+        exact = lses.double().logsumexp(0)
+        shares = (lses.double() - exact).exp().nan_to_num(0.0)
+        torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
+        merged = (shares[..., None] * parts.double()).sum(0)
+        torch.testing.assert_close(out, merged.to(out.dtype), rtol=2e-2, atol=1e-5)
+        assert (out[0, 0, 0] == 0).all() and lse[0, 0, 0] == -math.inf
+        given = torch.full_like(out, torch.nan)
+        assert flash_attn_combine(parts, lses, given)[0] is given
+        assert torch.equal(given, out)
 
 
 def test_pages_that_are_only_read_may_be_shared():
@@ -385,20 +377,15 @@ def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_nothing_is_written_outside_of_the_cache(where):
     for problem, changes in WRONG_VALUES:
-        check_written(problem, changes, where)
-
-
-def check_written(problem: CacheProblem, changes: dict, where) -> None:
-    """Assert that a call with wrong values writes to its tensors alone."""
-    call = changed(make_call(problem, device=where), changes)
-    call["out"] = torch.zeros_like(call["q"])
-    memories = []
-    for name in ("k_cache", "v_cache", "out"):
-        call[name], memory = watched(call[name])
-        memories.append(memory)
-    flash_attn_with_kvcache(**unread(call))
-    for memory in memories:
-        assert memory[:MARGIN].isnan().all() and memory[-MARGIN:].isnan().all()
+        call = changed(make_call(problem, device=where), changes)
+        call["out"] = torch.zeros_like(call["q"])
+        memories = []
+        for name in ("k_cache", "v_cache", "out"):
+            call[name], memory = watched(call[name])
+            memories.append(memory)
+        flash_attn_with_kvcache(**unread(call))
+        for memory in memories:
+            assert memory[:MARGIN].isnan().all() and memory[-MARGIN:].isnan().all()
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

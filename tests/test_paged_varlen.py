@@ -51,22 +51,18 @@ def check(
 @pytest.mark.parametrize("family", range(FAMILIES))
 def test_random_calls(family, where):
     for number, longest in enumerate((150,) if where == "cpu" else (700, 40, 40)):
-        check_random(family + number * FAMILIES, family, longest, where)
-
-
-def check_random(seed: int, family: int, longest: int, where) -> None:
-    """Check a call with functions of the user's, or with `seqused_q`."""
-    draw = random.Random(seed)
-    problem = random_problem(seed, DTYPES[family % 2], family, longest)
-    functions = FUNCTIONS[family % len(FUNCTIONS)]
-    given = {"score": None, "mask": None} | functions
-    counts = None
-    if family % 3 == 0 or not functions:
-        counts = tuple(
-            draw.choice((-3, 0, n, 2 * n, draw.randint(0, n))) for n in problem.seqlens_q
-        )
-    problem = replace(problem, used_q=counts, recipe=problem.recipe._replace(**given))
-    check(problem, (16, 64, 5, 24)[family % 4], where, seed)
+        seed = family + number * FAMILIES
+        draw = random.Random(seed)
+        problem = random_problem(seed, DTYPES[family % 2], family, longest)
+        functions = FUNCTIONS[family % len(FUNCTIONS)]
+        given = {"score": None, "mask": None} | functions
+        counts = None
+        if family % 3 == 0 or not functions:
+            counts = tuple(
+                draw.choice((-3, 0, n, 2 * n, draw.randint(0, n))) for n in problem.seqlens_q
+            )
+        problem = replace(problem, used_q=counts, recipe=problem.recipe._replace(**given))
+        check(problem, (16, 64, 5, 24)[family % 4], where, seed)
 
 
 STEP = VarlenProblem(
@@ -130,26 +126,21 @@ def test_chunks_with_huge_scores(options, device):
 def test_pages_before_a_window_may_hold_anything(page_size, functions, where):
     """An engine frees them, and others write there; NaN times a weight of 0 would be NaN."""
     for queries in ((200, 300, 1), (1, 3, 0)):
-        check_freed(queries, page_size, functions, where)
-
-
-def check_freed(queries: tuple[int, ...], page_size: int, functions: dict, where) -> None:
-    """Check a call beside pages that hold NaN."""
-    lengths, left = (700, 650, 90), 100
-    problem = VarlenProblem(
-        queries, lengths, heads_kv=2, group=4, causal=True, window=(left, 0),
-        recipe=Recipe(**functions),
-    )  # fmt: skip
-    call = make_call(problem, 0, where)
-    paged = on_pages(problem, call, page_size)
-    for row, count, length in zip(paged["page_table"], queries, lengths, strict=True):
-        freed = max(0, length - max(1, count) - left) // page_size
-        paged["k"][row[:freed].long()] = torch.nan
-        paged["v"][row[:freed].long()] = torch.nan
-        if where != "cpu":
-            row[:freed] = -1
-    out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
-    check_varlen(problem, call, out, lse)
+        lengths, left = (700, 650, 90), 100
+        problem = VarlenProblem(
+            queries, lengths, heads_kv=2, group=4, causal=True, window=(left, 0),
+            recipe=Recipe(**functions),
+        )  # fmt: skip
+        call = make_call(problem, 0, where)
+        paged = on_pages(problem, call, page_size)
+        for row, count, length in zip(paged["page_table"], queries, lengths, strict=True):
+            freed = max(0, length - max(1, count) - left) // page_size
+            paged["k"][row[:freed].long()] = torch.nan
+            paged["v"][row[:freed].long()] = torch.nan
+            if where != "cpu":
+                row[:freed] = -1
+        out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+        check_varlen(problem, call, out, lse)
 
 
 LAYOUTS = {

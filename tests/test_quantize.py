@@ -75,55 +75,45 @@ def test_rotation_keeps_products(columns):
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_attention_is_the_same(head_dim, where):
     for options in OPTIONS:
-        check_attention(options, head_dim, where)
-
-
-def check_attention(options: dict, head_dim: int, where) -> None:
-    """Assert that attention in FP8 is near to attention in float64."""
-    shapes = (2, 300, 4, head_dim), (2, 300, 2, head_dim), (2, 300, 2, 64)
-    q, k, v = (drawn(*x, seed=i, where=where, factor=1.0) for i, x in enumerate(shapes))
-    k += drawn(1, 1, 2, head_dim, seed=7, where=where, factor=1.0)
-    made = made_of(q, k, v, **options)
-    out, lse = fa3.flash_attn_func(**made._asdict(), causal=True, return_lse=True)
-    right, right_lse = dense(*(x.double() for x in (q, k, v)), head_dim**-0.5, Window(right=0))
-    if options.get("smooth_k"):
-        shift = k.mean(1, dtype=torch.float32).repeat_interleave(2, 1)[:, None] * q
-        right_lse = right_lse - shift.double().sum(3).transpose(1, 2) * head_dim**-0.5
-    assert (out - right).pow(2).mean() <= 0.12**2 * right.pow(2).mean()
-    assert (lse - right_lse).pow(2).mean().sqrt() <= 0.2
+        shapes = (2, 300, 4, head_dim), (2, 300, 2, head_dim), (2, 300, 2, 64)
+        q, k, v = (drawn(*x, seed=i, where=where, factor=1.0) for i, x in enumerate(shapes))
+        k += drawn(1, 1, 2, head_dim, seed=7, where=where, factor=1.0)
+        made = made_of(q, k, v, **options)
+        out, lse = fa3.flash_attn_func(**made._asdict(), causal=True, return_lse=True)
+        right, right_lse = dense(*(x.double() for x in (q, k, v)), head_dim**-0.5, Window(right=0))
+        if options.get("smooth_k"):
+            shift = k.mean(1, dtype=torch.float32).repeat_interleave(2, 1)[:, None] * q
+            right_lse = right_lse - shift.double().sum(3).transpose(1, 2) * head_dim**-0.5
+        assert (out - right).pow(2).mean() <= 0.12**2 * right.pow(2).mean()
+        assert (lse - right_lse).pow(2).mean().sqrt() <= 0.2
 
 
 def test_packed_sequences_are_as_one_by_one(where):
     for options in OPTIONS:
-        check_packed(options, where)
-
-
-def check_packed(options: dict, where) -> None:
-    """Assert that packed sequences get the codes and scales that they get alone."""
-    lengths = [5, 300, 0, 129, 1]
-    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(where)
-    q, k, v = (drawn(440, h, 64, seed=i, where=where) for i, h in enumerate((4, 2, 2)))
-    # These rows belong to no sequence.
-    for tensor in (q, k, v):
-        tensor[435:] = torch.nan
-    made = made_of(q, k, v, ends, ends, **options)
-    for n, (begin, end) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
-        rows = [x[None, begin:end] for x in (q, k, v)]
-        one = made_of(*rows, **options)
-        for i in range(3):
-            codes = made[i][None, begin:end], one[i]
-            if options.get("smooth_k") and i == 1 and begin < end:
-                # Means are summed up in another order.
-                assert (codes[0].float() - codes[1].float()).abs().mean() <= 1e-2
-                torch.testing.assert_close(made[3 + i][n], one[3 + i][0])
-            elif begin < end:
-                assert torch.equal(*(x.view(torch.uint8) for x in codes))
-                assert torch.equal(made[3 + i][n], one[3 + i][0])
-    out = fa3.flash_attn_varlen_func(
-        *made[:3], ends, ends, 300, 300,
-        **dict(zip(("q_descale", "k_descale", "v_descale"), made[3:], strict=True)),
-    )  # fmt: skip
-    assert not out[:435].isnan().any()
+        lengths = [5, 300, 0, 129, 1]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int().to(where)
+        q, k, v = (drawn(440, h, 64, seed=i, where=where) for i, h in enumerate((4, 2, 2)))
+        # These rows belong to no sequence.
+        for tensor in (q, k, v):
+            tensor[435:] = torch.nan
+        made = made_of(q, k, v, ends, ends, **options)
+        for n, (begin, end) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
+            rows = [x[None, begin:end] for x in (q, k, v)]
+            one = made_of(*rows, **options)
+            for i in range(3):
+                codes = made[i][None, begin:end], one[i]
+                if options.get("smooth_k") and i == 1 and begin < end:
+                    # Means are summed up in another order.
+                    assert (codes[0].float() - codes[1].float()).abs().mean() <= 1e-2
+                    torch.testing.assert_close(made[3 + i][n], one[3 + i][0])
+                elif begin < end:
+                    assert torch.equal(*(x.view(torch.uint8) for x in codes))
+                    assert torch.equal(made[3 + i][n], one[3 + i][0])
+        out = fa3.flash_attn_varlen_func(
+            *made[:3], ends, ends, 300, 300,
+            **dict(zip(("q_descale", "k_descale", "v_descale"), made[3:], strict=True)),
+        )  # fmt: skip
+        assert not out[:435].isnan().any()
 
 
 def test_means_leave_out_rows_of_no_sequence():
@@ -219,24 +209,23 @@ def test_needles_are_found(where):
 @pairs(options=OPTIONS, heads=HEADS, dtype=(torch.bfloat16, torch.float16))
 def test_gpu_as_cpu(options, heads, dtype):
     for seqlen in (1, 63, 2000):
-        check_gpu(options, heads, dtype, seqlen)
-
-
-def check_gpu(options: dict, heads: tuple[int, int], dtype: torch.dtype, seqlen: int) -> None:
-    """Assert that codes and scales have the bits that they have on the CPU."""
-    shapes = (3, seqlen, 12, heads[0]), (3, 2 * seqlen, 4, heads[0]), (3, 2 * seqlen, 4, heads[1])
-    tensors = [drawn(*x, seed=i, dtype=dtype) for i, x in enumerate(shapes)]
-    right, made = made_of(*tensors, **options), made_of(*(x.cuda() for x in tensors), **options)
-    again = made_of(*(x.cuda() for x in tensors), **options)
-    for i in range(3):
-        if options.get("smooth_k") and i == 1:
-            # Means are summed up in another order.
-            torch.testing.assert_close(made[3 + i].cpu(), right[3 + i])
-            assert (made[i].cpu().float() - right[i].float()).abs().mean() <= 1e-2
-        else:
-            assert torch.equal(made[3 + i].cpu(), right[3 + i])
-            assert torch.equal(made[i].cpu().view(torch.uint8), right[i].view(torch.uint8))
-        assert torch.equal(made[i].view(torch.uint8), again[i].view(torch.uint8))
+        shapes = (
+            (3, seqlen, 12, heads[0]),
+            (3, 2 * seqlen, 4, heads[0]),
+            (3, 2 * seqlen, 4, heads[1]),
+        )
+        tensors = [drawn(*x, seed=i, dtype=dtype) for i, x in enumerate(shapes)]
+        right, made = made_of(*tensors, **options), made_of(*(x.cuda() for x in tensors), **options)
+        again = made_of(*(x.cuda() for x in tensors), **options)
+        for i in range(3):
+            if options.get("smooth_k") and i == 1:
+                # Means are summed up in another order.
+                torch.testing.assert_close(made[3 + i].cpu(), right[3 + i])
+                assert (made[i].cpu().float() - right[i].float()).abs().mean() <= 1e-2
+            else:
+                assert torch.equal(made[3 + i].cpu(), right[3 + i])
+                assert torch.equal(made[i].cpu().view(torch.uint8), right[i].view(torch.uint8))
+            assert torch.equal(made[i].view(torch.uint8), again[i].view(torch.uint8))
 
 
 @pytest.mark.gpu

@@ -102,26 +102,21 @@ SINKS = (-math.inf, -1e30, -1e4, -5.0, 0.0, 20.0, 1e4, 1e30)
 def test_extreme_sinks(window, softcap, where):
     """With a bounded softcap the softmax has no reference that would follow the scores."""
     for sink in SINKS:
-        check_sink(sink, window, softcap, where)
-
-
-def check_sink(sink: float, window: Window, softcap: float, where) -> None:
-    """Check a call with a sink, and compare it with the call without."""
-    problem = make_problem(1, 230, 150, 2, window=window)
-    if where != "cpu":
-        problem = make_problem(2, 500, 300, 2, 1, 128, window)
-    q, k, v = make_operands(problem, device=where)
-    sinks = torch.tensor([sink, 1.0], device=where)
-    out, lse = check(problem, NOTHING | {"sinks": sinks, "softcap": softcap}, (q, k, v))
-    plain, plain_lse = attend(q, k, v, {"softcap": softcap}, window_size=window)
-    if sink == -math.inf or (where == "cpu" and sink < -1000):
-        seen = plain_lse[:, 0].isfinite()
-        assert sink != -math.inf or torch.equal(seen, lse[:, 0].isfinite())
-        torch.testing.assert_close(lse[:, 0][seen], plain_lse[:, 0][seen])
-        torch.testing.assert_close(out[:, :, 0], plain[:, :, 0], rtol=0.01, atol=1e-5)
-    if sink >= 1e4:
-        assert (out[:, :, 0] == 0).all()
-        assert where != "cpu" or (lse[:, 0] == sinks[0]).all()
+        problem = make_problem(1, 230, 150, 2, window=window)
+        if where != "cpu":
+            problem = make_problem(2, 500, 300, 2, 1, 128, window)
+        q, k, v = make_operands(problem, device=where)
+        sinks = torch.tensor([sink, 1.0], device=where)
+        out, lse = check(problem, NOTHING | {"sinks": sinks, "softcap": softcap}, (q, k, v))
+        plain, plain_lse = attend(q, k, v, {"softcap": softcap}, window_size=window)
+        if sink == -math.inf or (where == "cpu" and sink < -1000):
+            seen = plain_lse[:, 0].isfinite()
+            assert sink != -math.inf or torch.equal(seen, lse[:, 0].isfinite())
+            torch.testing.assert_close(lse[:, 0][seen], plain_lse[:, 0][seen])
+            torch.testing.assert_close(out[:, :, 0], plain[:, :, 0], rtol=0.01, atol=1e-5)
+        if sink >= 1e4:
+            assert (out[:, :, 0] == 0).all()
+            assert where != "cpu" or (lse[:, 0] == sinks[0]).all()
 
 
 @pytest.mark.parametrize("queries", [1, 230])
