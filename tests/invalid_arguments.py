@@ -42,6 +42,7 @@ from valid_calls import (
     rows,
     shared,
     shifted,
+    to_fp8,
     turned,
     varlen,
     widened,
@@ -534,6 +535,7 @@ METADATA = [
 
 ENDS = integers(0, 7, 20)
 DK = torch.zeros(2, 30, 2, 64)
+FP8_ROWS = to_fp8(DK[..., :40])
 
 FLASH_ATTENTION_3 = [
     ("qkv", "num_heads_q", None, "must be given with qkv of 4 dimensions"),
@@ -595,6 +597,45 @@ PASSES = [
     ("quantize quantize_packed", "q k v", lambda x: x.clone().requires_grad_(), "requires grad"),
     ("quantize_packed", "cu_seqlens_k", None, TYPE, NO_TENSOR),
     ("quantize_packed", "cu_seqlens_q", lambda x: x + 1, "must begin with 0"),
+]  # fmt: skip
+
+E4M3 = "must be torch.float8_e4m3fn, got torch."
+NEW = dict.fromkeys("kv", torch.zeros(2, 1, 2, 64).bfloat16())
+
+IN_FP8 = [
+    ("fp8", "k v", lambda x: x.bfloat16(), TYPE, f"{E4M3}bfloat16"),
+    ("fp8", "k", {"q": OUT}, TYPE, "must be torch.bfloat16 like q"),
+    ("fp8", "q", lambda x: x.to(torch.float8_e5m2), TYPE, "must be torch.bfloat16 or torch.float"),
+    ("fp8", "out", OUT.float(), TYPE, "must be torch.bfloat16...with q in"),
+    ("fp8_varlen", "q", {"q": None, "out": PACKED_OUT.half()}, TYPE, f"{NO_TENSOR} NoneType"),
+    ("fp8", "q", dict.fromkeys("qkv", to_fp8(OUT[..., :48])),
+     "has head_dim 48, supported with q in FP8 are multiples of 32"),
+    ("fp8", "q_descale", torch.ones(2, 3), "must have shape (2, 2)"),
+    ("fp8", "k_descale", torch._neg_view(torch.ones(2, 2)), "is a lazily negated view"),
+    ("fp8", "dropout_p", 0.5, MISSING, "must be 0 with q in torch.float8_e4m3fn"),
+    ("fp8", "pack_gqa", True, MISSING, "must be None or False with q in FP8"),
+    ("fp8", "q, k, v and sinks", {"sinks": torch.zeros(4, requires_grad=True)}, MISSING,
+     "must not require grad with q in FP8"),
+    ("gradients", "q", to_fp8, TYPE, "must be torch.bfloat16 or torch.float16"),
+    ("fp8_varlen", "v_descale", torch.ones(2, 2), "must have shape (4, 2)"),
+    # Caches.
+    ("fp8_cache", "k_cache", lambda x: x.to(torch.float8_e5m2), TYPE, f"{E4M3}float8_e5m2"),
+    *(("fp8_cache", "k_cache", {"k_cache": other, "v_cache": other}, TYPE, E4M3)
+      for other in (lambda x: x.to(torch.float8_e5m2), lambda x: x.to(torch.uint8))),
+    ("fp8_cache", "v_cache", lambda x: x.bfloat16(), TYPE, f"{E4M3}bfloat16"),
+    ("fp8_cache", "q", lambda x: x.float(), TYPE, "must be torch.bfloat16 or torch.float16 or"),
+    ("cache", "k_descale", torch.ones(2, 2),
+     "must be None unless k_cache is torch.float8_e4m3fn, got k_cache in torch.bfloat16"),
+    ("fp8_cache", "k_descale", lambda x: x.double(), TYPE, "must be torch.float32, got"),
+    ("fp8_cache", "k_descale", torch.ones(2), "must have shape (2, 2)"),
+    ("fp8_cache", "v_descale", torch.ones(2, 2, device="meta"), "must be on cpu like q, got meta"),
+    ("fp8_cache", "q_descale", torch.ones(2, 2), "must be None unless q is torch.float8_e4m3fn"),
+    ("fp8_cache", "q", {"q": OUT[:, :1, :2, :40], "k_cache": FP8_ROWS, "v_cache": FP8_ROWS},
+     "has head_dim 40, supported with an FP8 cache are multiples of 16"),
+    ("fp8_cache", "out", {"q": to_fp8, "out": OUT[:, :1].half()}, TYPE, "must be torch.bfloat16"),
+    ("fp8_cache", "k and v", {"q": to_fp8, **NEW}, "must be None with q in torch.float8_e4m3fn"),
+    *(("metadata", "headdim and headdim_v", {"qkv_dtype": torch.float8_e4m3fn, name: 72},
+       "must be multiples of 16") for name in ("headdim", "headdim_v")),
 ]  # fmt: skip
 
 PLAN, LONGER = (

@@ -117,7 +117,7 @@ def test_causal_sets_the_right_bound(call, right):
 INTEGERS = [*table.VALUES, *table.VALUES_OF_CACHES]
 ROWS = [
     *table.TENSORS, *table.OUTPUTS, *INTEGERS, *table.OPTIONS, *table.SIZES, *table.METADATA,
-    *table.FLASH_ATTENTION_3, *table.PASSES, *table.PLANS,
+    *table.FLASH_ATTENTION_3, *table.PASSES, *table.IN_FP8, *table.PLANS,
 ]  # fmt: skip
 
 

@@ -383,45 +383,6 @@ def test_torch_compile_keeps_the_call(where):
     check_results(exact, *compiled())
 
 
-WRONG = [
-    ({"k_cache": torch.float8_e5m2}, TypeError, "k_cache must be torch.float8_e4m3fn, got"),
-    ({"k_cache": torch.float8_e5m2, "v_cache": torch.float8_e5m2}, TypeError,
-     "k_cache must be torch.float8_e4m3fn, got"),
-    ({"k_cache": torch.uint8, "v_cache": torch.uint8}, TypeError,
-     "k_cache must be torch.float8_e4m3fn, got torch.uint8"),
-    ({"v_cache": torch.bfloat16}, TypeError, "v_cache must be torch.float8_e4m3fn, got"),
-    ({"q": torch.float32}, TypeError, "q must be torch.bfloat16 or torch.float16 or"),
-    ({"k_cache": torch.bfloat16, "v_cache": torch.bfloat16}, ValueError,
-     "k_descale must be None unless k_cache is torch.float8_e4m3fn, got k_cache in torch.bfloat16"),
-    ({"k_descale": torch.float64}, TypeError, "k_descale must be torch.float32, got"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtypes", "kind", "message"), WRONG, ids=str)
-def test_wrong_dtypes_are_named(dtypes, kind, message):
-    call, _ = in_two_types(CacheProblem((30, 7), heads_kv=2))
-    call |= {name: call[name].to(dtype) for name, dtype in dtypes.items()}
-    with pytest.raises(kind, match=f"^{message}"):
-        flash_attn_with_kvcache(**call)
-
-
-def test_other_wrong_arguments_are_named():
-    call, _ = in_two_types(CacheProblem((30, 7), heads_kv=2))
-    for change, message in (
-        ({"q_descale": torch.ones(2, 2)}, "q_descale must be None unless q is"),
-        ({"k_descale": torch.ones(2)}, r"k_descale must have shape \(2, 2\)"),
-        ({"v_descale": torch.ones(2, 2, device="meta")}, "v_descale must"),
-    ):
-        with pytest.raises((ValueError, NotImplementedError), match=f"^{message}"):
-            flash_attn_with_kvcache(**call | change)
-    call, _ = in_two_types(CacheProblem((30, 7), heads_kv=2, head_dim=72))
-    with pytest.raises(ValueError, match=r"^q has head_dim 72, supported with an FP8 cache are"):
-        flash_attn_with_kvcache(**call)
-    call, _ = in_two_types(CacheProblem((30, 7), 1, (1, 1), heads_kv=2))
-    with pytest.raises(ValueError, match=r"^k and v must be None with q in torch\.float8_e4m3fn"):
-        flash_attn_with_kvcache(**call | {"q": call["q"].to(FP8)})
-
-
 @pytest.mark.parametrize("has_fp8_q", [False, True], ids=["16-bit q", "fp8 q"])
 def test_packed_output_of_the_callers(has_fp8_q, where):
     """It is bfloat16, also for queries in FP8; an FP8 output would have half of its bytes."""
@@ -474,13 +435,6 @@ def make_fp8_call(lengths: tuple[int, ...], where) -> tuple[dict, dict]:
     call, exact = in_two_types(CacheProblem(lengths, heads_kv=2, group=4, head_dim=128), 0, where)
     exact |= {name: call[name].double() for name in CACHES}
     return {name: one for name, one in call.items() if name not in DESCALES}, exact
-
-
-def test_metadata_names_head_sizes_that_fp8_does_not_have():
-    lengths = torch.tensor([30, 7], dtype=torch.int32)
-    for sizes in ((72, None), (64, 72)):
-        with pytest.raises(ValueError, match=r"^headdim and headdim_v must be multiples of 16"):
-            get_scheduler_metadata(2, 1, 64, 4, 2, sizes[0], lengths, FP8, headdim_v=sizes[1])
 
 
 # ------------------------------------------------------------------------------- machine code

@@ -22,9 +22,11 @@ PLAIN = CacheProblem((20, 30), 2, (2, 2), group=2, heads_kv=2, rotary=(32, True,
 PAGED = CacheProblem((20, 30), 2, (2, 2), group=2, heads_kv=2, page_size=16)
 INDEXED = CacheProblem((20, 30), 2, (2, 2), batch_idx=(2, 0), rows=3, leftpads=(3, 0))
 RAGGED = CacheProblem((20, 30), 2, (2, 3), ragged=True)
+UNCHANGED = CacheProblem((20, 30), 1, group=2, heads_kv=2)
 PROBLEMS = {"cache": PLAIN, "paged": PAGED, "indexed": INDEXED, "ragged": RAGGED}
 VARLEN = VarlenProblem((7, 0, 1, 13), (9, 5, 0, 6), heads_kv=2, group=2)
 STATE = torch.tensor([3])
+CACHES = "k_cache", "v_cache"
 PACKED_OPERANDS = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
 
 
@@ -58,6 +60,15 @@ def packed() -> dict:
 def packed_new() -> dict:
     new = {name: torch.zeros(3, 2, 64).bfloat16() for name in "kv"}
     return packed() | new | {"cache_seqlens": integers(2, 5), "cu_seqlens_k_new": integers(0, 2, 3)}
+
+
+def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num().to(torch.float8_e4m3fn)
+
+
+def in_fp8(call: dict, names: Iterable[str] = "qkv") -> dict:
+    """Return the call with some tensors in FP8."""
+    return call | {name: to_fp8(call[name]) for name in names}
 
 
 def combine() -> dict:
@@ -123,6 +134,12 @@ CALLS = {
     },
     "packed": (fa3.flash_attn_with_kvcache, packed),
     "packed_new": (fa3.flash_attn_with_kvcache, packed_new),
+    "fp8": (fa3.flash_attn_func, lambda: in_fp8(dense())),
+    "fp8_varlen": (fa3.flash_attn_varlen_func, lambda: in_fp8(varlen())),
+    "fp8_cache": (
+        fa3.flash_attn_with_kvcache,
+        lambda: in_fp8(make_call(UNCHANGED), CACHES) | {"k_descale": torch.ones(2, 2)},
+    ),
     "combine": (fa3.flash_attn_combine, combine),
     "metadata": (fa3.get_scheduler_metadata, metadata),
     "packed_metadata": (fa3.get_scheduler_metadata, packed_metadata),
