@@ -30,75 +30,87 @@ from fa3.schedules.query_index import QueryHeadGroups
 from fa3.schedules.ragged import RaggedKeyOrder
 from fa3.scores.masks import Blocks
 
-
-@pytest.mark.parametrize(
-    ("shape", "window", "heads"),
-    [
-        pytest.param((16, 1024, 16, 1), Window(), 8, id="half as many tiles as run"),
-        pytest.param((16, 1024, 16, 1), CAUSAL, 8, id="short, causal"),
-        pytest.param((16, 4096, 16, 1), CAUSAL, 4, id="long, causal"),
-        pytest.param((1, 4096, 16, 1), CAUSAL, 8, id="the last group is no small part"),
-        pytest.param((16, 16384, 16, 1), CAUSAL, 2, id="tiles of few heads are enough"),
-        pytest.param((16, 65536, 16, 1), Window(), 1, id="one head has more"),
-        pytest.param((2, 4096, 8, 4), CAUSAL, 8, id="shared heads are taken one after another"),
-        pytest.param((1, 4096, 9, 1), CAUSAL, 9, id="one more"),
-        pytest.param((1, 4096, 20, 1), CAUSAL, 10, id="two equal ones"),
-        pytest.param((1, 4096, 3, 1), CAUSAL, 3, id="few"),
-    ],
-)
-def test_head_groups(shape, window, heads):
-    batch, seqlen, heads_kv, group = shape
-    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, window)
-    plan = BackwardPlan.of(problem)
-    assert plan.heads_per_group == heads * plan.shares.block_parts
+FULL = Window()
+ORDERED = "shares", "num_head_groups", "heads_per_group", "alternates"
+"""What is said of a plan in a fixed order."""
 
 
-def test_head_groups_are_larger_in_a_fixed_order():
-    problem = make_problem(4, 4096, 4096, 16, 1, 128)
-    assert BackwardPlan.of(problem).heads_per_group == 2
-    assert BackwardPlan.of(problem, is_ordered=True).heads_per_group == 4
+def ordered(*values) -> dict:
+    return {"is_ordered": True} | dict(zip(ORDERED, values, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("shape", "head_dim", "shares", "groups", "heads", "alternates"),
-    [
-        pytest.param((1, 4096, 1, 8), 128, 8, 2, 4, 1, id="few heads"),
-        pytest.param((2, 3072, 2, 8), 128, 8, 4, 8, 1, id="equal groups of more tiles"),
-        pytest.param((1, 6000, 4, 7), 128, 7, 10, 3, 1, id="a smaller last group"),
-        pytest.param((1, 1280, 1, 7), 128, 7, 1, 7, 1, id="all tiles run at the same time"),
-        pytest.param((4, 4096, 16, 1), 128, 1, 16, 4, 1, id="many heads"),
-        pytest.param((2, 4096, 8, 8), 128, 4, 16, 4, 1, id="two query heads of a CTA"),
-        pytest.param((1, 4096, 2, 4), 256, 4, 4, 2, 1, id="two accumulators"),
-        pytest.param((4, 1024, 8, 1), 256, 1, 2, 16, 1, id="blocks as long as key tiles"),
-        pytest.param((4, 4096, 32, 1), 64, 1, 16, 8, 0, id="many of them"),
-    ],
-)
-def test_head_groups_alternate_in_a_fixed_order(shape, head_dim, shares, groups, heads, alternates):
-    batch, seqlen, heads_kv, group = shape
-    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, CAUSAL)
-    plan = BackwardPlan.of(problem, is_ordered=True)
-    assert plan.shares == KeyShares(shares, 1)
-    assert (plan.num_head_groups, plan.heads_per_group) == (groups, heads)
-    assert plan.alternates == alternates
-    assert BackwardPlan.of(problem).alternates is None
+PLANS = {
+    # How many heads are in L2 at once.
+    "half as many tiles as run": ((16, 1024, 16, 1), FULL, {"heads_per_group": 8}),
+    "short, causal": ((16, 1024, 16, 1), CAUSAL, {"heads_per_group": 8}),
+    "long, causal": ((16, 4096, 16, 1), CAUSAL, {"heads_per_group": 4}),
+    "the last group is no small part": ((1, 4096, 16, 1), CAUSAL, {"heads_per_group": 8}),
+    "tiles of few heads are enough": ((16, 16384, 16, 1), CAUSAL, {"heads_per_group": 2}),
+    "one head has more": ((16, 65536, 16, 1), FULL, {"heads_per_group": 1}),
+    "heads are taken one after another": ((2, 4096, 8, 4), CAUSAL, {"heads_per_group": 8}),
+    "one more": ((1, 4096, 9, 1), CAUSAL, {"heads_per_group": 9}),
+    "two equal ones": ((1, 4096, 20, 1), CAUSAL, {"heads_per_group": 10}),
+    "few": ((1, 4096, 3, 1), CAUSAL, {"heads_per_group": 6, "shares": KeyShares(1, 2)}),
+    "any order": ((4, 4096, 16, 1), FULL, {"heads_per_group": 2}),
+    "a fixed order": ((4, 4096, 16, 1), FULL, {"heads_per_group": 4, "is_ordered": True}),
+    "one group": ((1, 2048, 1, 1), FULL, {"num_head_groups": 1, "groups_preprocessed": 1}),
+    "two short groups at once": ((1, 2048, 2, 8), CAUSAL, {"groups_preprocessed": 2}),
+    "long groups one by one": ((1, 4096, 2, 8), CAUSAL, {"groups_preprocessed": 1}),
+    # In a fixed order head groups alternate, and there may be two accumulators.
+    "few heads": ((1, 4096, 1, 8), CAUSAL, ordered(KeyShares(8), 2, 4, 1)),
+    "equal groups of more tiles": ((2, 3072, 2, 8), CAUSAL, ordered(KeyShares(8), 4, 8, 1)),
+    "a smaller last group": ((1, 6000, 4, 7), CAUSAL, ordered(KeyShares(7), 10, 3, 1)),
+    "all tiles run at the same time": ((1, 1280, 1, 7), CAUSAL, ordered(KeyShares(7), 1, 7, 1)),
+    "many heads": ((4, 4096, 16, 1), CAUSAL, ordered(KeyShares(), 16, 4, 1)),
+    "two query heads of a CTA": ((2, 4096, 8, 8), CAUSAL, ordered(KeyShares(4), 16, 4, 1)),
+    "two accumulators": ((1, 4096, 2, 4, 256), CAUSAL, ordered(KeyShares(4), 4, 2, 1)),
+    "blocks as long as key tiles": ((4, 1024, 8, 1, 256), CAUSAL, ordered(KeyShares(), 2, 16, 1)),
+    "many of them": ((4, 4096, 32, 1, 64), CAUSAL, ordered(KeyShares(), 16, 8, 0)),
+    **{
+        name: (sizes, CAUSAL, {"is_ordered": True, "accumulators": count})
+        for name, sizes, count in (
+            ("parts of query blocks", (1, 1024, 1, 6), 2),
+            ("parts of query heads", (1, 4096, 1, 8), 1),
+            ("key tiles of one block", (1, 4096, 2, 4, 256), 2),
+            ("short ones", (16, 1024, 8, 1, 256), 1),
+        )
+    },
+    # All parts of a key tile run at the same time, if query blocks of a head are divided at all.
+    **{
+        f"parts of {seqlen} in order": (
+            (1, seqlen, 1, 6), CAUSAL, {"is_ordered": True, "shares": KeyShares(6, parts)}
+        )
+        for seqlen, parts in ((1024, 2), (2048, 1), (4096, 1))
+    },
+    # As in the fastest of the splits that were measured for these shapes.
+    **{
+        name: (sizes, CAUSAL, {"shares": KeyShares(*shares)})
+        for name, sizes, shares in (
+            ("a CTA for each query head", (1, 4096, 1, 8), (8, 1)),
+            ("two query heads each", (1, 4096, 8, 4), (2, 1)),
+            ("seven query heads", (1, 6000, 4, 7), (7, 1)),
+            ("and half of the query blocks each", (1, 1024, 1, 6), (6, 2)),
+            ("all parts run at the same time", (1, 1024, 1, 16), (16, 1)),
+            ("no key tile waits for another", (1, 2048, 1, 8), (8, 2)),
+            ("enough key tiles", (1, 4608, 24, 1), ()),
+            ("many key tiles", (8, 4096, 16, 1), ()),
+        )
+    },
+}  # fmt: skip
+"""(batch, seqlen, key/value heads, query heads of each, head size unless 128); fields of a plan."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "head_dim", "accumulators"),
-    [
-        pytest.param((1, 1024, 1, 6), 128, 2, id="parts of query blocks"),
-        pytest.param((1, 4096, 1, 8), 128, 1, id="parts of query heads"),
-        pytest.param((1, 4096, 2, 4), 256, 2, id="key tiles of one block"),
-        pytest.param((16, 1024, 8, 1), 256, 1, id="short ones"),
-    ],
-)
-def test_accumulators_in_a_fixed_order(shape, head_dim, accumulators):
-    batch, seqlen, heads_kv, group = shape
-    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, CAUSAL)
-    plain, ordered = (BackwardPlan.of(problem, is_ordered) for is_ordered in (False, True))
-    assert (plain.accumulators, ordered.accumulators) == (1, accumulators)
-    numbers = ordered.num_query_tiles * ordered.config.tile_m * head_dim
-    assert ordered.layout.table_at - ordered.layout.dq_at == accumulators * numbers
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name):
+    (batch, seqlen, heads_kv, group, *head_dim), window, expected = PLANS[name]
+    head_dim = head_dim[0] if head_dim else 128
+    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, window)
+    plan = BackwardPlan.of(problem, expected.get("is_ordered", False))
+    assert {field: getattr(plan, field) for field in expected} == expected
+    assert plan.kernels.entry.main.splits == (plan.shares.parts > 1)
+    assert plan.is_ordered or (plan.alternates is None and plan.accumulators == 1)
+    numbers = plan.num_query_tiles * plan.config.tile_m * head_dim
+    assert plan.layout.table_at - plan.layout.dq_at == plan.accumulators * numbers
 
 
 @given(begin=st.integers(0, 9), sizes=st.tuples(*[st.integers(0, 5)] * 3))
@@ -136,41 +148,6 @@ def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
     assert head_groups_of_packed(heads_kv, tiles, fitting) == groups
     assert words_of_counters(groups) % 4 == 0
     assert words_of_counters(groups) > place_of_group_flag(groups - 1, ACCUMULATED)
-
-
-@pytest.mark.parametrize(
-    ("shape", "shares"),
-    [
-        pytest.param((1, 4096, 1, 8), KeyShares(8, 1), id="a CTA for each query head"),
-        pytest.param((1, 4096, 8, 4), KeyShares(2, 1), id="two query heads each"),
-        pytest.param((1, 6000, 4, 7), KeyShares(7, 1), id="seven query heads"),
-        pytest.param((1, 1024, 1, 6), KeyShares(6, 2), id="and half of the query blocks each"),
-        pytest.param((1, 1024, 1, 16), KeyShares(16, 1), id="all parts run at the same time"),
-        pytest.param((1, 2048, 1, 8), KeyShares(8, 2), id="no key tile waits for another"),
-        pytest.param((1, 4608, 24, 1), KeyShares(), id="enough key tiles"),
-        pytest.param((8, 4096, 16, 1), KeyShares(), id="many key tiles"),
-    ],
-)
-def test_few_key_tiles_are_shared(shape, shares):
-    """As in the fastest of the splits that were measured for these shapes."""
-    batch, seqlen, heads_kv, group = shape
-    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, CAUSAL)
-    plan = BackwardPlan.of(problem)
-    assert plan.shares == shares
-    assert plan.kernels.entry.main.splits == (shares.parts > 1)
-
-
-@pytest.mark.parametrize(("seqlen", "block_parts"), [(1024, 2), (2048, 1), (4096, 1)])
-def test_all_parts_run_at_the_same_time_in_a_fixed_order(seqlen, block_parts):
-    """If query blocks of a head are divided at all."""
-    plan = BackwardPlan.of(make_problem(1, seqlen, seqlen, 1, 6, 128, CAUSAL), is_ordered=True)
-    assert plan.shares == KeyShares(6, block_parts)
-
-
-@pytest.mark.parametrize(("seqlen", "groups"), [(2048, 2), (4096, 1)])
-def test_two_short_head_groups_are_preprocessed_together(seqlen, groups):
-    plan = BackwardPlan.of(make_problem(1, seqlen, seqlen, 2, 8, 128, CAUSAL))
-    assert plan.groups_preprocessed == groups
 
 
 @given(
@@ -333,8 +310,3 @@ def test_short_head_groups_are_preprocessed_before(seqlen, window, inside):
         return
     per_group = plan.heads_per_group * plan.key_tiles_of_head * plan.shares.parts
     assert 0 <= plan.groups_preprocessed * per_group - TILES_PREPROCESSED < per_group
-
-
-def test_a_call_of_one_head_group_is_preprocessed_before():
-    plan = BackwardPlan.of(make_problem(1, 2048, 2048, 1, head_dim=128, window=Window()))
-    assert plan.num_head_groups == plan.groups_preprocessed == 1
