@@ -1,34 +1,11 @@
 """Calls on CPU tensors that have all of their tensors, some of which must be refused."""
 
-from dataclasses import dataclass
-
 import torch
 from kvcache_problems import CacheProblem, make_call
 from problems import make_operands, make_problem
+from score_problems import Near, Times
 
 import fa3
-
-
-@dataclass(frozen=True)
-class Shift(fa3.Score):
-    by: torch.Tensor
-
-    def score(self, logit, at):
-        return logit + self.by[at.head]
-
-    def reference(self, logits, at):
-        return logits + self.by[at.head]
-
-
-@dataclass(frozen=True)
-class Only(fa3.Mask):
-    head: torch.Tensor
-
-    def visible(self, at):
-        return at.head == self.head[at.head]
-
-    def reference(self, at):
-        return at.head == self.head[at.head]
 
 
 def attention() -> dict:
@@ -41,14 +18,14 @@ def attention() -> dict:
         "out": torch.empty_like(q),
         "alibi_slopes": torch.ones(2),
         "sinks": torch.ones(2),
-        "score.by": torch.ones(2),
-        "mask.head": torch.arange(2).int(),
+        "score.of_head": torch.ones(2),
+        "mask.reach": torch.full((2,), 20).int(),
     }
 
 
 def attend(tensors: dict):
     tensors = dict(tensors)
-    score, mask = Shift(tensors.pop("score.by")), Only(tensors.pop("mask.head"))
+    score, mask = Times(tensors.pop("score.of_head")), Near(tensors.pop("mask.reach"))
     return fa3.flash_attn_func(**tensors, score=score, mask=mask)
 
 
@@ -63,7 +40,7 @@ def packed() -> dict:
 
 def attend_packed(tensors: dict):
     tensors = dict(tensors, max_seqlen_q=12, max_seqlen_k=12)
-    score, mask = Shift(tensors.pop("score.by")), Only(tensors.pop("mask.head"))
+    score, mask = Times(tensors.pop("score.of_head")), Near(tensors.pop("mask.reach"))
     return fa3.flash_attn_varlen_func(**tensors, score=score, mask=mask)
 
 

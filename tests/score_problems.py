@@ -47,6 +47,33 @@ class Gate(fa3.Score):
 
 
 @dataclass(frozen=True)
+class Times(fa3.Score):
+    """The logits of a head times a number of the tensor's and a plain one."""
+
+    of_head: torch.Tensor
+    factor: float = 1.0
+
+    def score(self, logit, at):
+        return logit * self.of_head[at.head] * self.factor
+
+    def reference(self, logits, at):
+        return logits * self.of_head[at.head] * self.factor
+
+
+@dataclass(frozen=True)
+class Near(fa3.Mask):
+    """Keys up to a distance."""
+
+    reach: torch.Tensor
+
+    def visible(self, at):
+        return cutlass.max(at.query - at.key, at.key - at.query) <= self.reach[at.head]
+
+    def reference(self, at):
+        return (at.query - at.key).abs() <= self.reach[at.head]
+
+
+@dataclass(frozen=True)
 class Span(fa3.Mask):
     """Keys [begin, end) of each head, whatever the query; its ranges say all of it."""
 

@@ -100,7 +100,7 @@ def test_tangents_are_not_dropped(call):
 
 @pytest.mark.parametrize(
     ("call", "name"),
-    [("attend", "alibi_slopes"), ("attend", "score.by"), ("combine", "lse_partial")],
+    [("attend", "alibi_slopes"), ("attend", "score.of_head"), ("combine", "lse_partial")],
 )
 def test_what_is_negated_later_is_not_read_as_it_lies(call, name):
     run, tensors = CALLS[call]

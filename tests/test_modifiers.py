@@ -57,13 +57,7 @@ def test_sinks_are_of_either_dtype(dtype):
 
 
 class NoDataclass(fa3.Score):
-    def reference(self, logits, at):
-        return logits
-
-
-@dataclass(frozen=True)
-class Holder(fa3.Score):
-    value: object
+    """Changes nothing."""
 
     def score(self, logit, at):
         return logit
@@ -72,42 +66,42 @@ class Holder(fa3.Score):
         return logits
 
 
-@dataclass(frozen=True)
-class HolderMask(fa3.Mask):
-    value: object
-
+class FirstKeys(fa3.Mask):
     def visible(self, at):
         return at.key < 3
 
     def reference(self, at):
         return at.key < 3
+
+
+@dataclass(frozen=True)
+class Holder(NoDataclass):
+    value: object
+
+
+@dataclass(frozen=True)
+class HolderMask(FirstKeys):
+    value: object
 
 
 @dataclass(frozen=True)
 class WithoutScore(fa3.Score):
-    def reference(self, logits, at):
-        return logits
+    reference = NoDataclass.reference
 
 
 @dataclass(frozen=True)
 class WithoutVisible(fa3.Mask):
-    def reference(self, at):
-        return at.key < 3
+    reference = FirstKeys.reference
 
 
 @dataclass(frozen=True)
 class WithoutReference(fa3.Mask):
-    def visible(self, at):
-        return at.key < 3
+    visible = FirstKeys.visible
 
 
 @dataclass
-class NotFrozen(fa3.Score):
-    def score(self, logit, at):
-        return logit
-
-    def reference(self, logits, at):
-        return logits
+class NotFrozen(NoDataclass):
+    pass
 
 
 @dataclass(frozen=True)
@@ -117,16 +111,10 @@ class WrongArguments(WithoutScore):
 
 
 @dataclass(frozen=True)
-class Derived(fa3.Score):
+class Derived(NoDataclass):
     """A field that the constructor does not take."""
 
     value: float = dataclasses.field(init=False, default=2.0)
-
-    def score(self, logit, at):
-        return logit
-
-    def reference(self, logits, at):
-        return logits
 
 
 META = torch.zeros(HEADS, device="meta")

@@ -1,14 +1,13 @@
 """Operators that stand for calls in graphs: torch's own checks, and what graphs compute."""
 
-from dataclasses import dataclass
 from functools import partial
 
-import cutlass
 import pytest
 import torch
 from full_calls import CALLS
 from pairs import pairs
 from problems import make_operands, make_problem
+from score_problems import Near, Times
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,33 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fa3
 import fa3.interface
 from fa3.calls import operators
-
-
-@dataclass(frozen=True)
-class Times(fa3.Score):
-    """The logits of a head times a number of the tensor's and a plain one."""
-
-    of_head: torch.Tensor
-    factor: float = 1.0
-
-    def score(self, logit, at):
-        return logit * self.of_head[at.head] * self.factor
-
-    def reference(self, logits, at):
-        return logits * self.of_head[at.head] * self.factor
-
-
-@dataclass(frozen=True)
-class Near(fa3.Mask):
-    """Keys up to a distance."""
-
-    reach: torch.Tensor
-
-    def visible(self, at):
-        return cutlass.max(at.query - at.key, at.key - at.query) <= self.reach[at.head]
-
-    def reference(self, at):
-        return (at.query - at.key).abs() <= self.reach[at.head]
 
 
 def tensors(seqlen: int = 20, batch: int = 2) -> tuple[torch.Tensor, ...]:
