@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu_checks import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call, random_problem
 from machine_code import report_of
 from pairs import places
 from problems import poisoned_allocations
-from reference import FLOOR, Expected, expected, largest_difference
+from reference import Expected, check_out, expected
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import prepare
@@ -71,10 +72,8 @@ def attend(call: dict, **options):
 
 def check_results(exact: dict, out: torch.Tensor, lse: torch.Tensor) -> Expected:
     """Assert that the error is at most twice the error of the same computation in out's dtype."""
-    right, rounded = expected(**exact), expected(**exact, dtype=out.dtype)
-    assert out.shape == right.out.shape and not out.isnan().any()
-    error = largest_difference(out, right.out)
-    assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
+    right = expected(**exact)
+    check_out(out, right.out, expected(**exact, dtype=out.dtype).out)
     tolerance = 1e-4 + 2.0**-10 * exact.get("softcap", 0.0)
     torch.testing.assert_close(lse.double(), right.lse, rtol=1e-6, atol=tolerance)
     return right
@@ -99,7 +98,7 @@ def fp8_problem(seed: int, dtype: str, family: int, **rest) -> CacheProblem:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 1 << 32), st.sampled_from(("bfloat16", "float16")), st.booleans())
+@given(st.integers(0, 1 << 32), st.sampled_from(DTYPES), st.booleans())
 def test_random_calls(seed, dtype, has_fp8_q):
     problem = fp8_problem(seed, dtype, seed, lengths=(0, 1, 20, 300))
     if has_fp8_q:
@@ -111,8 +110,7 @@ def test_random_calls(seed, dtype, has_fp8_q):
 @pytest.mark.parametrize("family", range(16))
 def test_random_calls_on_a_gpu(family, device):
     for seed in range(9):
-        dtype = ("bfloat16", "float16")[family % 2]
-        check(fp8_problem(100 * family + seed, dtype, family), device, seed)
+        check(fp8_problem(100 * family + seed, DTYPES[family % 2], family), device, seed)
 
 
 HEAD_DIMS = [(64, 64), (80, 96), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (16, 32)]
@@ -283,16 +281,16 @@ def test_packed_queries_on_pages(where):
             seqused_k=call["cache_seqlens"], page_table=call["page_table"], causal=True,
             scheduler_metadata=given_metadata, **shared,
         )  # fmt: skip
-        for n, (begin, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
-            one = {name: exact[name] for name in CACHES} | {
-                "q": q[None, begin:end],
-                "cache_seqlens": exact["cache_seqlens"][n : n + 1],
-                "page_table": exact["page_table"][n : n + 1],
-                "causal": True,
-            }
-            right, rounded = expected(**one), expected(**one, dtype=out.dtype)
-            error = largest_difference(out[begin:end], right.out[0])
-            assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
+        check_sequences(exact, q, ends, out)
+
+
+def check_sequences(exact: dict, q: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
+    """Assert that packed queries attend to their sequences' keys, the last to all of them."""
+    by_row = ("cache_seqlens", *(("page_table",) if "page_table" in exact else CACHES))
+    for n, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+        one = {name: exact[name] for name in CACHES} | {"q": q[None, begin:end], "causal": True}
+        one |= {name: exact[name][n : n + 1] for name in by_row}
+        check_out(out[None, begin:end], expected(**one).out, expected(**one, dtype=out.dtype).out)
 
 
 # (head_dim, head_dim_v, page size); None for a cache without pages.
@@ -334,15 +332,7 @@ def check_prompts(head_dim, head_dim_v, page_size: int | None, lengths, dtype: s
     packed["q"][used:] = torch.finfo(packed["q"].dtype).max
     packed["max_seqlen_q"] = int(counts.max())
     out, _, _ = attend(call | packed, num_splits=0)
-    for n, (begin, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
-        one = {name: exact[name] if page_size else exact[name][n : n + 1] for name in CACHES}
-        one |= {"q": packed["q"][None, begin:end], "causal": True}
-        one["cache_seqlens"] = exact["cache_seqlens"][n : n + 1]
-        if page_size:
-            one["page_table"] = exact["page_table"][n : n + 1]
-        right, rounded = expected(**one), expected(**one, dtype=out.dtype)
-        error = largest_difference(out[begin:end], right.out[0])
-        assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
+    check_sequences(exact, packed["q"], ends, out)
     if dtype == "float16" and (head_dim, head_dim_v, page_size) in PROMPTS:
         packed |= dict.fromkeys(DESCALES)
         wide = {name: call[name].to(packed["q"].dtype) for name in CACHES}
@@ -360,9 +350,7 @@ def test_graphs_read_lengths_and_scales_when_they_run(device):
     call, exact = in_two_types(problem, 0, device)
     call |= {name: call[name].contiguous() for name in DESCALES}
     attend(call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = flash_attn_with_kvcache(**call, return_lse=True)
+    graph, (out, lse) = captured(lambda: flash_attn_with_kvcache(**call, return_lse=True))
     call["cache_seqlens"].copy_(torch.tensor([100, 299], dtype=torch.int32))
     for cache, name in zip(CACHES, DESCALES, strict=True):
         call[name].mul_(1.5)
@@ -420,9 +408,7 @@ def test_a_captured_call_without_scales_leaves_later_calls_right(device):
     """Also before the graph runs, and after it is gone."""
     attend(make_fp8_call((300, 70), device)[0])
     call, exact = make_fp8_call((300, 70, 5), device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = flash_attn_with_kvcache(**call, return_lse=True)
+    graph, (out, lse) = captured(lambda: flash_attn_with_kvcache(**call, return_lse=True))
     check_results(exact, *attend(call)[:2])
     graph.replay()
     check_results(exact, out, lse)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from fake_gpu import noting_launches
+from gpu_checks import captured
 from machine_code import report_of
 from pairs import pairs
 from problems import poisoned_allocations
@@ -234,12 +235,10 @@ def test_strides_graphs_and_long_sequences():
     tensors = qkv.unflatten(2, (3, 4)).unbind(2)
     right = made_of(*(x.contiguous() for x in tensors))
     made = made_of(*tensors)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = fa3.quantize(*tensors)
+    graph, results = captured(lambda: fa3.quantize(*tensors))
     for _ in range(2):
         graph.replay()
-    for one, two, three in zip(right, made, captured, strict=True):
+    for one, two, three in zip(right, made, results, strict=True):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
         assert torch.equal(one.view(torch.uint8), three.view(torch.uint8))
 
