@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 from reference import NO_WINDOW
 
 import fa3
+from fa3.planning.costs import H200
 from fa3.planning.plan import Plan
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.reference.steps import execute
 from fa3.scores.masks import Band
@@ -81,6 +85,12 @@ def make_operands(
         torch.randn(shape, generator=generator, device=device).to(DTYPES[spec.dtype])
         for shape in shapes
     )
+
+
+def plan_of(problem: Problem, schedule: str = "list", **changes) -> Plan:
+    """Plan with the planner's tiling for an H200, without clusters of rows unless told."""
+    config = replace(choose_config(problem, H200), **({"cluster_m": 1} | changes))
+    return plan_forward(problem, config=config, schedule=schedule)
 
 
 def run_plan(

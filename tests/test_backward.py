@@ -57,14 +57,6 @@ def test_random_combinations(problem, recipe, weights, seed):
     check_gradients(q, k, v, problem.window, weights, seed, **modifiers)
 
 
-@pytest.mark.parametrize("head_dims", [(8, 8), (256, 256), (192, 128), (64, 256), (72, 40)])
-def test_head_dims(head_dims):
-    """The dtypes take turns. All sizes on a GPU: test_head_sizes_gpu."""
-    head_dim, head_dim_v = head_dims
-    dtype = ("bfloat16", "float16")[head_dim // 32 % 2]
-    check(make_problem(2, 130, 150, 2, 1, head_dim, CAUSAL, dtype, head_dim_v), "cpu")
-
-
 def test_rows_that_see_nothing(where):
     problem = make_problem(2, 350, 130, 2, head_dim=64, window=CAUSAL)
     for sinks in (None, torch.tensor([0.5, -1.0], device=where)):

@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 
+import problems
 import pytest
 import torch
 from gpu_checks import captured, used_counters
@@ -115,10 +116,7 @@ WAYS = (
 
 
 def plan_of(problem: Problem, schedule: str = "list", fixed: bool = True, **cluster):
-    config = replace(choose_config(problem, H200), cluster_m=1)
-    return plan_forward(
-        problem, config=replace(config, fixed_reference=fixed, **cluster), schedule=schedule
-    )
+    return problems.plan_of(problem, schedule, fixed_reference=fixed, **cluster)
 
 
 def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, torch.Tensor]:

@@ -129,24 +129,13 @@ with pytest.MonkeyPatch.context() as stubs:
     ALONE, SPLITS, SHARES = map(packed, (FORWARD, SPLIT, SHARED))
 
 
-def decodes() -> None:
-    DECODES.attend(dict(PACKED_VALUES))
-
-
-def is_dense() -> None:
-    DENSE.attend(dict(VALUES))
-
-
-def is_packed() -> None:
-    ALONE.attend(dict(PACKED_VALUES), SIZES)
-
-
-def is_split_on_the_gpu() -> None:
-    SPLITS.attend(dict(PACKED_VALUES), SIZES)
-
-
-def shares_tiles() -> None:
-    SHARES.attend(dict(PACKED_VALUES), SIZES)
+CALLS = {
+    "decode": lambda: DECODES.attend(dict(PACKED_VALUES)),
+    "dense": lambda: DENSE.attend(dict(VALUES)),
+    "packed": lambda: ALONE.attend(dict(PACKED_VALUES), SIZES),
+    "split on the GPU": lambda: SPLITS.attend(dict(PACKED_VALUES), SIZES),
+    "shared tiles": lambda: SHARES.attend(dict(PACKED_VALUES), SIZES),
+}
 
 
 # --------------------------------------------------------------------------------- interruptions
@@ -176,16 +165,7 @@ def run_up_to(call: Callable[[], None], steps: int) -> int:
     return done
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        decodes,
-        is_dense,
-        is_packed,
-        is_split_on_the_gpu,
-        shares_tiles,
-    ],
-)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_interruption_leaves_no_counters_that_are_used(call, stream):
     call()
     assert stream.free and not used_counters()

@@ -122,10 +122,6 @@ def test_only_the_compiler_compiles():
         assert not compiles or path == Path("fa3", "running", "compiler.py"), path
 
 
-def test_files_are_named_for_what_is_in_them():
-    assert not {"utils", "util", "helpers", "common", "misc"} & {path.stem for path in MODULES}
-
-
 def defined(path: Path) -> set[str]:
     """Return the names that a module itself gives to classes, functions and constants."""
     names = set()

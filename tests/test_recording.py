@@ -8,14 +8,13 @@ from itertools import pairwise
 import pytest
 import score_problems
 import torch
-from problems import CAUSAL, make_operands, make_problem
+from problems import CAUSAL, make_operands, make_problem, plan_of
 
 import fa3
 from fa3.planning.costs import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.prediction import Cost, Span, Timeline
-from fa3.planning.tilings import choose_config
 from fa3.primitives.recorder import Note
 from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
@@ -26,18 +25,14 @@ from fa3.tools.recording import run_recorded, timeline_of
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def plan_of(schedule: str, shape=(1, 1000, 3000, 2, 4, 128), **changes):
-    """A causal plan with the planner's tiling, without clusters unless told."""
-    problem = make_problem(*shape, CAUSAL)
-    config = replace(choose_config(problem, H200), **({"cluster_m": 1} | changes))
-    return plan_forward(problem, config=config, schedule=schedule)
-
-
-PLANS = {schedule: plan_of(schedule, (2, 1500, 3100, 2, 2, 128)) for schedule in SCHEDULES} | {
-    "pairs of rows": plan_of("list", cluster_m=2),
-    "pairs of heads": plan_of("static", cluster_h=2),
-    "parts in pairs": plan_of("split", cluster_m=2),
-    "parts in pairs of three": plan_of("split", (1, 3000, 3000, 2, 4, 64), cluster_m=2),
+PROBLEM = make_problem(1, 1000, 3000, 2, 4, 128, CAUSAL)
+LARGER = make_problem(2, 1500, 3100, 2, 2, 128, CAUSAL)
+NARROW = make_problem(1, 3000, 3000, 2, 4, 64, CAUSAL)
+PLANS = {schedule: plan_of(LARGER, schedule) for schedule in SCHEDULES} | {
+    "pairs of rows": plan_of(PROBLEM, "list", cluster_m=2),
+    "pairs of heads": plan_of(PROBLEM, "static", cluster_h=2),
+    "parts in pairs": plan_of(PROBLEM, "split", cluster_m=2),
+    "parts in pairs of three": plan_of(NARROW, "split", cluster_m=2),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 

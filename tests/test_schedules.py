@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import cutlass
@@ -15,7 +14,7 @@ from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairs
-from problems import CAUSAL, attend, make_operands, make_problem, windows
+from problems import CAUSAL, attend, make_operands, make_problem, plan_of, windows
 from reference import check_attention
 
 import fa3
@@ -24,7 +23,7 @@ from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.primitives.arithmetic import Divisor
-from fa3.problem import Problem, Window
+from fa3.problem import Window
 from fa3.schedules import (
     KeyRanges,
     Segment,
@@ -192,12 +191,6 @@ FEW_TILES = (
     (3, 700, 333, 2, 2),
 )
 """(batch, queries, keys, key/value heads, query heads of each)."""
-
-
-def plan_of(problem: Problem, schedule: str, **changes):
-    """A plan with the planner's tiling for this schedule, without clusters unless told."""
-    config = replace(choose_config(problem, H200), cluster_m=1)
-    return plan_forward(problem, config=replace(config, **changes), schedule=schedule)
 
 
 @pairs(head_dim=HEAD_DIMS, window=(Window(), CAUSAL, Window(600, 50)))

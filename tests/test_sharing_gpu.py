@@ -124,17 +124,10 @@ def test_tables_that_are_forgotten_stay_until_launches_have_read_them(device):
     assert scribbled and all(torch.equal(out, expected) for out in found)
 
 
-def capture(call) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, _ = attend(*call)
-    return graph, out
-
-
 def test_a_graph_keeps_what_it_reads(device):
     call = failing_call(device)
     expected, _ = attend(*call)
-    graph, out = capture(call)
+    graph, (out, _) = captured(lambda: attend(*call))
     forget_prepared_calls()
     gc.collect()
     for seqlen in range(1000, 1040):
@@ -152,10 +145,10 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
     attend(*call)
     sizes = []
     for _ in range(60):
-        graph, out = capture(call)
+        graph, results = captured(lambda: attend(*call))
         graph.replay()
         torch.cuda.synchronize()
-        del graph, out
+        del graph, results
         gc.collect()
         attend(*call)
         sizes.append(torch.cuda.memory_allocated())
