@@ -356,8 +356,8 @@ def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: ForwardCo
 
 @pytest.mark.compiles
 def test_spills_are_seen(monkeypatch):
-    monkeypatch.setattr(tiling, "OTHER_REGISTERS", -100)
     """Three consumers have 160 registers a thread; S, P and O need 96 + 48 + 32."""
+    monkeypatch.setattr(tiling, "OTHER_REGISTERS", -100)
     kernel = compile_kernel(Forward(spec_of(64, "full"), ForwardConfig(192, 192), StaticPersistent))
     report = inspect(kernel.cubin)
     assert report.stack_bytes > 0

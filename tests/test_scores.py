@@ -337,4 +337,5 @@ def test_nothing_to_compute(asserts):
     q, k = torch.randn(1, 4, 2, 64).bfloat16(), torch.randn(1, 0, 2, 64).bfloat16()
     assert not fa3.flash_attn_func(q, k, k).any()
     ends = torch.zeros(1, dtype=torch.int32)
-    assert not fa3.flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 0, 0)[:0].any()
+    out = fa3.flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 0, 0)
+    assert out.shape == q[0].shape
