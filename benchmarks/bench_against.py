@@ -254,19 +254,19 @@ def measure_host(before: ModuleType) -> list[dict]:
     """Microseconds of the host for calls whose plans are known."""
     rows = []
     calls = {name: host_calls(tree) for name, tree in (("before", before), ("now", fa3))}
-    for of_call in calls["now"]:
-        trees = [name for name in calls if knows(calls[name][of_call])]
+    for call_name in calls["now"]:
+        trees = [name for name in calls if knows(calls[name][call_name])]
         for _ in range(3):
             for name in trees:
-                call, best = calls[name][of_call], float("inf")
+                call, best = calls[name][call_name], float("inf")
                 for _ in range(30):
                     begin = time.perf_counter()
                     for _ in range(HOST_CALLS):
                         call()
                     best = min(best, (time.perf_counter() - begin) * 1e6 / HOST_CALLS)
                     torch.cuda.synchronize()
-                rows.append({"call": of_call, "tree": name, "us": best})
-                print(f"host {of_call} {name}: {best:.2f} us", flush=True)
+                rows.append({"call": call_name, "tree": name, "us": best})
+                print(f"host {call_name} {name}: {best:.2f} us", flush=True)
     return rows
 
 
@@ -296,7 +296,7 @@ def measure_captured(
     before: ModuleType, options: argparse.Namespace, part: str, rows: Sequence[tuple[int, ...]]
 ) -> list[dict]:
     """Rows of decoding or of few tiles, in graphs."""
-    found = []
+    measured = []
     for batch, seqlen, heads, heads_kv in rows:
         sets = 20
         if part == "decode":
@@ -321,9 +321,9 @@ def measure_captured(
             row = {"regime": regime.name, "row": (batch, seqlen, heads, heads_kv)}
             row |= {"us": statistics.median(times["now"]) / sets}
             row |= {"ratio": ratio(times, "before", "now")}
-            found.append(row)
+            measured.append(row)
             print(f"{part} {row}", flush=True)
-    return found
+    return measured
 
 
 def main() -> None:
@@ -338,18 +338,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    before, found = load_tree(options.before), {}
+    before, measured = load_tree(options.before), {}
     if "host" in options.parts:
-        found["host"] = measure_host(before)
+        measured["host"] = measure_host(before)
     if "grid" in options.parts:
-        found["grid"] = measure_grid(before, options)
+        measured["grid"] = measure_grid(before, options)
     if "failing" in options.parts:
-        found["failing"] = measure_failing(before, options)
+        measured["failing"] = measure_failing(before, options)
     for part, rows in (("decode", DECODING), ("few", FEW_TILES)):
         if part in options.parts:
-            found[part] = measure_captured(before, options, part, rows)
+            measured[part] = measure_captured(before, options, part, rows)
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

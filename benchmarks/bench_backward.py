@@ -214,16 +214,16 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell], console: Console
     )  # fmt: skip
     if not jobs:
         return run.csv.parent
-    of_host = found.providers_of(HOST_CELL)
-    calls = [(one, HOST_CELL) for one in of_host]
+    host_providers = found.providers_of(HOST_CELL)
+    calls = [(one, HOST_CELL) for one in host_providers]
     calls += [(one, shrink(one, job.cell)) for job in jobs for one in job.providers]
     runs.compile_all((call for call in calls if call[0].name not in COMPILED), console)
     costs = bench_forward.measure_host(
         run,
         [
-            *of_host,
+            *host_providers,
             Gradients(Nothing()),
-            *map(InOneThread, of_host),
+            *map(InOneThread, host_providers),
             InOneThread(Gradients(Nothing())),
         ],
         HOST_CELL,

@@ -99,15 +99,15 @@ def make_rows(timed: Timed) -> list[DecodeRow]:
     times = {name: timed.times(name) for name in timed.blocks}
     rows = []
     for provider, row in zip(timed.job.providers, bench_forward.make_rows(timed), strict=True):
-        own, columns = times.get(row.provider), asdict(row)
-        if own and row.provider == READ.name:
+        row_times, columns = times.get(row.provider), asdict(row)
+        if row_times and row.provider == READ.name:
             columns = timed.columns(provider) | {"gbps": READ_BYTES / row.us / 1e3, "tflops": None}
-        elif own:
+        elif row_times:
             if DEFAULT in times:
-                ratio = paired_speedup(own, times[DEFAULT])
+                ratio = paired_speedup(row_times, times[DEFAULT])
                 columns |= bench_forward.ratio_columns("vs_fa3", ratio)
             if READ.name in times:
-                speed = paired_speedup(own, times[READ.name])
+                speed = paired_speedup(row_times, times[READ.name])
                 share = Summary(*(x * timed.job.cell.kv_bytes / READ_BYTES for x in speed))
                 columns |= bench_forward.ratio_columns("share", share)
         rows.append(DecodeRow(**columns))
@@ -141,9 +141,9 @@ def markdown(rows: Sequence[DecodeRow]) -> str:
     for cell in cells:
         ours, invariant, fp8 = (found.get((cell.name, name)) for name in (DEFAULT, INVARIANT, FP8))
         theirs = [time_text(found.get((cell.name, name))) for name in PEERS]
-        of_invariant = report.column_text(invariant, "vs_fa3")
-        of_fp8 = [time_text(fp8), report.column_text(fp8, "vs_fa3")]
-        beside = report.best_peer_text(ours), of_invariant, *(of_fp8 if has_fp8 else ())
+        invariant_ratio = report.column_text(invariant, "vs_fa3")
+        fp8_columns = [time_text(fp8), report.column_text(fp8, "vs_fa3")]
+        beside = report.best_peer_text(ours), invariant_ratio, *(fp8_columns if has_fp8 else ())
         lines.append([cell.label, time_text(ours), *theirs, *beside])
     header = ["heads q/kv, batch x keys", DEFAULT, *PEERS, "over the best peer", "invariant"]
     header += [FP8, f"over {DEFAULT}"] if has_fp8 else []

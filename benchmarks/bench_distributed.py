@@ -106,8 +106,8 @@ def calls_of(
     k, v = draw(2, 1, cell.seqlen, cell.heads[1], cell.head_dim)
     if cell.kind == "decode":
         yield ALONE, lambda: functools.partial(fa3.flash_attn_with_kvcache, q, k, v)
-        own = [x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for x in (k, v)]
-        yield "decode", lambda: functools.partial(fd.flash_attn_with_kvcache, q, *own)
+        local_kv = [x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for x in (k, v)]
+        yield "decode", lambda: functools.partial(fd.flash_attn_with_kvcache, q, *local_kv)
         return
     layout, alone, over = fd.zigzag, fa3.flash_attn_func, fd.flash_attn_func
     tensors, named, methods = [q, k, v], {"causal": True}, METHODS

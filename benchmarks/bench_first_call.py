@@ -71,10 +71,10 @@ def table_of(times: Times) -> Table:
     steps = list(next(iter(next(iter(times.values())))))
     for step in steps:
         table.add_column(step, justify="right")
-    for call, of_processes in times.items():
+    for call, processes in times.items():
         columns = []
         for step in steps:
-            milliseconds = [of_process[step] for of_process in of_processes]
+            milliseconds = [process[step] for process in processes]
             columns.append(f"{statistics.median(milliseconds):.1f} ({max(milliseconds):.1f})")
         table.add_row(call, *columns)
     return table
@@ -84,9 +84,9 @@ def verdict(times: Times) -> str:
     """Whether first calls take as little as they may, in a line."""
     slowest = max(
         times,
-        key=lambda call: statistics.median(of_process[FIRST] for of_process in times[call]),
+        key=lambda call: statistics.median(process[FIRST] for process in times[call]),
     )
-    median = statistics.median(of_process[FIRST] for of_process in times[slowest])
+    median = statistics.median(process[FIRST] for process in times[slowest])
     word = "within" if median <= MOST_MS else "above"
     return f"From the call to its return at most {median:.0f} ms ({slowest}): {word} {MOST_MS} ms"
 

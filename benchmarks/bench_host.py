@@ -59,7 +59,7 @@ def calls_on(device: str) -> dict[str, Callable[[], torch.Tensor]]:
     lengths = integers(*[KEYS - 1] * BATCH)
     cached = partial(fa3.flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths, causal=True)
     sizes = (BATCH, 1, KEYS, HEADS, HEADS_KV, HEAD_DIM)
-    of_cache = fa3.get_scheduler_metadata(*sizes, lengths.cpu(), causal=True)
+    cache_metadata = fa3.get_scheduler_metadata(*sizes, lengths.cpu(), causal=True)
 
     ends, ends_k = integers(*range(BATCH + 1)), integers(*range(0, BATCH * KEYS + 1, KEYS))
     packed = q[:, 0]
@@ -74,27 +74,27 @@ def calls_on(device: str) -> dict[str, Callable[[], torch.Tensor]]:
         )
         for keys in range(KEYS // 2, KEYS)
     ])  # fmt: skip
-    of_packed = fa3.get_scheduler_metadata(
+    packed_metadata = fa3.get_scheduler_metadata(
         *sizes, None, cu_seqlens_q=ends.cpu(), cu_seqlens_k=ends_k.cpu(), causal=True
     )
     on_cache = partial(
         fa3.flash_attn_with_kvcache, packed, k, v, cache_seqlens=lengths, cu_seqlens_q=ends,
         max_seqlen_q=1, causal=True,
     )  # fmt: skip
-    of_packed_on_cache = fa3.get_scheduler_metadata(
+    mixed_metadata = fa3.get_scheduler_metadata(
         *sizes, lengths.cpu(), cu_seqlens_q=ends.cpu(), causal=True
     )
     return {
         "dense": partial(fa3.flash_attn_func, draw(BATCH, KEYS, HEADS), k, v, causal=True),
         "cache": cached,
-        "cache, metadata": partial(cached, scheduler_metadata=of_cache),
+        "cache, metadata": partial(cached, scheduler_metadata=cache_metadata),
         "cache, appending": partial(cached, **rows),
         "cache, appending, rotary": partial(cached, **rows, **tables),
         "packed": varlen,
         "packed, other lengths": lambda: next(others)(),
-        "packed, metadata": partial(varlen, scheduler_metadata=of_packed),
+        "packed, metadata": partial(varlen, scheduler_metadata=packed_metadata),
         "packed on a cache": on_cache,
-        "packed on a cache, metadata": partial(on_cache, scheduler_metadata=of_packed_on_cache),
+        "packed on a cache, metadata": partial(on_cache, scheduler_metadata=mixed_metadata),
     }
 
 
@@ -133,8 +133,8 @@ def table_of(times: Times) -> Table:
     table.add_column("call")
     for column in ("median", "fastest block"):
         table.add_column(column, justify="right")
-    for name, found in times.items():
-        table.add_row(name, f"{statistics.median(found):.1f}", f"{min(found):.1f}")
+    for name, us in times.items():
+        table.add_row(name, f"{statistics.median(us):.1f}", f"{min(us):.1f}")
     return table
 
 

@@ -80,8 +80,8 @@ def markdown(rows: Sequence[Row]) -> str:
     names = [one.name for one in OURS if one.name != DENSE]
     for cell in (cell for cell in cells if cell.is_cached):
         times = [report.time_text(found.get((cell.name, name))) for name in (*names, *PEERS)]
-        of_ours = (found.get((cell.name, name)) for name in names)
-        best = [report.best_peer_text(row) for row in of_ours]
+        our_rows = (found.get((cell.name, name)) for name in names)
+        best = [report.best_peer_text(row) for row in our_rows]
         lines.append([cell.label, *times, *best])
     if lines:
         header = ["sequences", *names, *PEERS, *(f"{name} over the best peer" for name in names)]
@@ -125,15 +125,15 @@ def measure(options: argparse.Namespace, cells: Sequence[PackedCell], console: C
     )  # fmt: skip
     if not jobs:
         return run.csv.parent
-    of_host = providers_of(HOST_CELL, found, options.only)
-    calls = [(one, HOST_CELL) for one in of_host]
+    host_providers = providers_of(HOST_CELL, found, options.only)
+    calls = [(one, HOST_CELL) for one in host_providers]
     calls += [
         (one, job.cell if isinstance(one, Dense) else shrink(job.cell))
         for job in jobs
         for one in job.providers
     ]
     runs.compile_all((call for call in calls if call[0].name not in peers.COMPILED), console)
-    costs = bench_forward.measure_host(run, of_host, HOST_CELL, HOST_NAME)
+    costs = bench_forward.measure_host(run, host_providers, HOST_CELL, HOST_NAME)
     check = functools.partial(runs.check_cell, make_reference=PackedReference)
     left = runs.check_and_measure(
         run, jobs, bench_forward.make_rows, bench_forward.summary_line, check

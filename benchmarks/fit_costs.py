@@ -159,10 +159,10 @@ def fit_all(start: Costs, seen: Sequence[Observation]) -> Costs:
     for observation in seen:
         cells.setdefault(observation.key, set()).add(observation.cell)
     tiles = {key: ruled.tile(key)._replace(cells=len(cells[key])) for key in sorted(cells)}
-    of_tiles = [parameter for key in tiles for parameter in tile_parameters(key, tiles[key])]
+    tile_fits = [parameter for key in tiles for parameter in tile_parameters(key, tiles[key])]
     schedules = sorted({observation.schedule for observation in seen})
     known = replace(ruled, tiles=tiles, schedules=tuple(schedules))
-    return fit(known, seen, [*common, *of_tiles])
+    return fit(known, seen, [*common, *tile_fits])
 
 
 def halves(seen: Sequence[Observation]) -> tuple[set[str], set[str]]:

@@ -313,11 +313,11 @@ class HeadGradients:
         self.expected = []
         largest = dict.fromkeys(GRADIENTS, 0.0)
         for batch, head in self.heads:
-            of_head = self.select((tensors.q, tensors.k, tensors.v, d_out), batch, head)
+            head_tensors = self.select((tensors.q, tensors.k, tensors.v, d_out), batch, head)
             heads = range(head * self.group, (head + 1) * self.group)
             weights = [weights_of(cell, batch, one) if has_dropout else None for one in heads]
             exact, rounded = (
-                gradients_of_head(cell, weights, *(tensor.to(dtype) for tensor in of_head))
+                gradients_of_head(cell, weights, *(tensor.to(dtype) for tensor in head_tensors))
                 for dtype in (torch.float32, tensors.q.dtype)
             )
             for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
@@ -415,6 +415,6 @@ def reference_of(
         return HeadGradients(cell, tensors, d_out, has_dropout)
     parts = []
     for i in packed.checked_sequences(cell):
-        rows, one, of_sequence = packed.sequence_of(cell, i, tensors)
-        parts.append((rows, HeadGradients(one, of_sequence, d_out[rows][None])))
+        rows, one, sequence_tensors = packed.sequence_of(cell, i, tensors)
+        parts.append((rows, HeadGradients(one, sequence_tensors, d_out[rows][None])))
     return PartsReference(parts)

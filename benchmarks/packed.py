@@ -266,11 +266,11 @@ class Paged(Ours):
 
 def call_on_caches(attend: Call, cell: PackedCell, tensors: Tensors, **options: object) -> Call:
     """A call of a `flash_attn_with_kvcache` on contiguous caches."""
-    q, of_queries = queries_of_caches(cell, tensors.q)
+    q, query_options = queries_of_caches(cell, tensors.q)
     caches = (in_caches(cell, packed) for packed in tensors[1:])
     used = integers_on(cell.lengths_k, q.device)
     return functools.partial(
-        attend, q, *caches, cache_seqlens=used, **of_queries, causal=cell.causal, **options
+        attend, q, *caches, cache_seqlens=used, **query_options, causal=cell.causal, **options
     )
 
 
@@ -344,8 +344,8 @@ def shrink(cell: PackedCell) -> PackedCell:
     a sequence.
     """
     pairs = list(zip(cell.lengths_q, cell.lengths_k, strict=True))[:300]
-    lengths_q = tuple(min(of_q, 200) for of_q, _ in pairs)
-    lengths_k = tuple(min(of_k, 200 if of_k == of_q else 400) for of_q, of_k in pairs)
+    lengths_q = tuple(min(queries, 200) for queries, _ in pairs)
+    lengths_k = tuple(min(keys, 200 if keys == queries else 400) for queries, keys in pairs)
     sizes = {"batch": len(lengths_q), "seqlen_q": max(lengths_q), "seqlen_k": max(lengths_k)}
     return replace(cell, name="", group="", **sizes, lengths_q=lengths_q, lengths_k=lengths_k)
 
@@ -377,6 +377,6 @@ class PackedReference(PartsReference):
     def __init__(self, cell: PackedCell, tensors: Tensors) -> None:
         parts = []
         for i in checked_sequences(cell):
-            rows, one, of_sequence = sequence_of(cell, i, tensors)
-            parts.append((rows, harness.RowMax(one, of_sequence)))
+            rows, one, sequence_tensors = sequence_of(cell, i, tensors)
+            parts.append((rows, harness.RowMax(one, sequence_tensors)))
         super().__init__(parts)

@@ -60,8 +60,8 @@ def configs_to_measure(problem: Problem) -> list[ForwardConfig]:
 
 def all_plans(problem: Problem, gpu: Gpu) -> dict[str, Plan]:
     """Every way to run a problem that may be fast, by name, the planner's own first."""
-    own = plan_forward(problem, gpu)
-    plans = {own.name: own}
+    choice = plan_forward(problem, gpu)
+    plans = {choice.name: choice}
     for config in configs_to_measure(problem):
         for schedule in SCHEDULES:
             try:
@@ -71,7 +71,7 @@ def all_plans(problem: Problem, gpu: Gpu) -> dict[str, Plan]:
             plans.setdefault(plan.name, plan)
     times = {name: plan.predict().us for name, plan in plans.items()}
     limit = HOPELESS * min(times.values())
-    return {name: plan for name, plan in plans.items() if plan is own or times[name] < limit}
+    return {name: plan for name, plan in plans.items() if plan is choice or times[name] < limit}
 
 
 def can_run(row: PlanRow) -> bool:

@@ -104,15 +104,6 @@ def test_the_choice_comes_first_then_the_best_of_the_others(problem):
     assert {plan.schedule.name for plan in plans if plan.name != "packed"} <= set(CHOICES)
 
 
-def test_only_plain_problems_are_tuned(compiler):
-    sinks = replace(LONG, spec=replace(LONG.spec, sinks="float32"))
-    dropout = replace(LONG, spec=replace(LONG.spec, has_dropout=True))
-    for problem in (sinks, dropout, replace(LONG, batch=0)):
-        with pytest.raises(ValueError, match="neither scores, sinks, dropout nor masks"):
-            tune([LONG, problem], H200, Stopwatch())
-    assert not compiler.asked
-
-
 def test_kernels_are_compiled_once(compiler):
     tune([LONG, MANY], H200, Stopwatch())
     assert len(set(compiler.asked)) == len(compiler.asked) > MOST_PLANS

@@ -245,7 +245,7 @@ def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, t
 def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value; the shapes are fa3's."""
     check_taken(call, call.out)
-    check_given(call)
+    check_saved(call)
     q, k, v = call.query, call.key, call.value
     left, right = call.window
     lengths: dict[str, Any] = {}
@@ -320,7 +320,7 @@ def has_lengths(call: AtenArguments) -> bool:
     return is_read and call.cum_seq_k is not None
 
 
-def check_given(call: AtenArguments) -> None:
+def check_saved(call: AtenArguments) -> None:
     """Raise `Refused` unless a forward pass left out, the log-sum-exp and what it drew as fa3's
     leaves them.
 
@@ -328,10 +328,10 @@ def check_given(call: AtenArguments) -> None:
     """
     q = call.query
     *rows, heads, _ = q.shape
-    of_out = (*rows, heads, call.value.shape[-1]), q.dtype, q.device
+    like_out = (*rows, heads, call.value.shape[-1]), q.dtype, q.device
     *batch, seqlen_q = rows
-    of_lse = (*batch, heads, seqlen_q), torch.float32, q.device
-    expected = (call.grad_out, of_out), (call.out, of_out), (call.logsumexp, of_lse)
+    like_lse = (*batch, heads, seqlen_q), torch.float32, q.device
+    expected = (call.grad_out, like_out), (call.out, like_out), (call.logsumexp, like_lse)
     if any((tuple(x.shape), x.dtype, x.device) != properties for x, properties in expected):
         raise Refused
     if call.dropout_p and call.rng_state.dtype != torch.int64:

@@ -256,12 +256,9 @@ class Walker:
         probabilities, the output of those that are kept."""
         q, blocks = self.q[rows.place].float(), step.blocks
         head_kv = step.head * step.heads * self.k.shape[2] // self.q.shape[2]
-        scale_q: Any = 1.0
-        scale_k: Any = 1.0
-        scale_v: Any = 1.0
-        if self.descales is not None:
-            scale_k, scale_v, *of_q = (one[step.place.batch, head_kv] for one in self.descales)
-            scale_q = of_q[0] if of_q else scale_q
+        # Of keys, values and, if they are FP8, queries.
+        descales = (one[step.place.batch, head_kv] for one in self.descales or ())
+        scale_k, scale_v, scale_q, *_ = *descales, 1.0, 1.0, 1.0
         scale = 1.0 if self.scores else self.softmax_scale
         scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
         reference = torch.full((len(q), 1), -torch.inf, device=CPU)

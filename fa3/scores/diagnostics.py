@@ -113,8 +113,8 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
     Returns an error that names the class, the method, its line of source and the cause; None if the
     error does not come from a user's score or mask."""
     kinds = [template.kind for template in (*spec.scores, *spec.mask.templates)]
-    found = (Method.of(kind, name) for kind in kinds for name in EXPECTED)
-    methods = [method for method in found if method]
+    all_methods = (Method.of(kind, name) for kind in kinds for name in EXPECTED)
+    methods = [method for method in all_methods if method]
     for cause in reversed(list(chain(error))):
         places = places_of(cause)
         for i, place in enumerate(places):

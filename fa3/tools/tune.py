@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +17,6 @@ from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
 from fa3.planning.tilings import configs
 from fa3.problem import Problem
 from fa3.running.compiler import Kernel, is_on_disk
-from fa3.scores.masks import Band
 from fa3.tools.compile_pool import check_folder, compile_all
 from fa3.tools.plan_command import problem_of
 from fa3.tools.recording import hopper_device, random_operands
@@ -83,15 +81,7 @@ def kernels_of_plans(plans: Iterable[AnyPlan]) -> Iterator[Kernel]:
 
 
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
-    """Return the planner's choice, then the plans that are predicted to be the next fastest.
-    Raises ValueError if the problem has more than a mask, or nothing to compute."""
-    spec = problem.spec
-    plain = replace(spec, mask=Band.of(problem.window), scores=(), sinks=None, has_dropout=False)
-    if spec != plain or not problem.flops:
-        raise ValueError(
-            "problems must have something to compute, and neither scores, sinks, dropout nor masks "
-            f"of your own, got {problem}"
-        )
+    """Return the planner's choice, then the plans that are predicted to be the next fastest."""
     plans: list[AnyPlan] = [
         plan_forward(problem, gpu, one.config, one.schedule)
         for one in candidates(problem, gpu, configs(problem, gpu), CHOICES)
