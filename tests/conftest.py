@@ -134,6 +134,14 @@ def where(request) -> str:
 
 
 @pytest.fixture
+def no_shared_tiles(monkeypatch):
+    """Load no kernels for sequences that share tiles: calls of the test have too few of them."""
+    from fa3.planning.routes import Signature
+
+    monkeypatch.setattr(Signature, "shared_tiling", None)
+
+
+@pytest.fixture
 def always_fixed(monkeypatch):
     """Have calls of any size take a fixed reference."""
     from gpu_checks import forget_prepared_calls

@@ -41,6 +41,7 @@ def exact(q, k, v, d_out, bounds) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, leaves, d_out.float())]
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "is_packed"), SIZES)
 def test_output_and_gradients(head_dim, head_dim_v, is_packed, device):
     """The dtypes take turns."""

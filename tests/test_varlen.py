@@ -163,6 +163,7 @@ FAMILIES = 14
 """Sets of options that change the generated code; the dtypes take turns."""
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @places(
     "seed,family,longest",
     cpu=[(seed, seed // 2, 150) for seed in range(120)],
@@ -200,6 +201,7 @@ def test_views():
 # ------------------------------------------------------------------------------- what is left alone
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @places(
     "causal,head_dim",
     cpu=[(False, 64), (True, 64)],
@@ -306,6 +308,7 @@ def test_tensors_of_few_rows(device):
         check_call(VarlenProblem((1,), (rows,)), device)
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows_whose_reference_fails_are_computed_again(head_dim, device):
     lengths = (700, 0, 130, 1, 64, 333)
@@ -341,6 +344,7 @@ def test_what_is_kept(dropout_p):
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1)])
 def test_lengths_around_tiles(window, head_dim, device):
@@ -357,6 +361,7 @@ def test_lengths_around_tiles(window, head_dim, device):
         check_gradients(VarlenProblem(tiles, tiles, head_dim=head_dim, window=(-1, 100)), device)
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
 def test_rows_that_are_not_used(causal, head_dim, device):
     problem = VarlenProblem(
@@ -414,6 +419,7 @@ def test_a_graph_of_gradients_serves_other_lengths(device):
             torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize(
     ("head_dim", "window"),
     [
