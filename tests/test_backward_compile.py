@@ -201,7 +201,8 @@ def test_machine_code_with_sums_in_order():
 @pytest.mark.compiles
 def test_machine_code_of_the_kernel_before():
     spec = spec_of(8, "full")
-    report = report_of(BackwardPreprocess(spec, choose_backward_config(spec)))
+    main = Backward(spec, choose_backward_config(spec), Dynamic)
+    report = report_of(BackwardPreprocess(main))
     assert report.count("LDG.E.128") >= 1
     assert report.tma_stores == 0
 

@@ -107,7 +107,7 @@ def test_the_kernel_before_the_backward_kernel():
     problem = Problem(dropped(spec_of(256, "full")), 1, 100, 100, 1, 1, Window())
     entry = BackwardPlan.of(problem).kernels.entry
     begin = entry.preprocess
-    assert begin.spec.has_dropout
+    assert begin.main.spec.has_dropout
     # The logarithm of what is kept, for the one row whose statistics a thread writes.
     assert report_of(begin).count("MUFU.LG2") == 1
 

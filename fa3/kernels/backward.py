@@ -72,7 +72,6 @@ from fa3.kernels.backward_roles import (
     BackwardTensors,
 )
 from fa3.kernels.kernel_base import AttentionKernel
-from fa3.primitives import arguments
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
@@ -90,7 +89,7 @@ from fa3.primitives.tma import TmaTensor, in_batch, ragged_tma_view
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.order import KernelOrder
-from fa3.schedules.query_index import DenseQueryIndex, PackedQueryIndex, QueryHeadGroups
+from fa3.schedules.query_index import QueryHeadGroups
 from fa3.schedules.ragged import RaggedKeyOrder
 from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.scores import bind
@@ -111,6 +110,7 @@ class Backward(AttentionKernel):
     accumulators: int = 1  # of dQ, see `DqSemaphore`; two only dense and in a fixed order
 
     entry_name: ClassVar[str] = "fa3_backward"
+    arguments_type: ClassVar[type] = PassArguments
 
     @property
     def is_ragged(self) -> bool:
@@ -129,19 +129,12 @@ class Backward(AttentionKernel):
         mask = self.spec.mask
         return self.is_ordered and not self.is_ragged and mask.right and not mask.left
 
-    def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        return [*PassArguments.symbolic(self), arguments.symbolic_stream()]
-
     @cute.jit
-    def __call__(self, *call):
-        """Launch on `PassArguments` and a stream."""
-        *call, stream = call
-        call = PassArguments(*call)
-        config, preprocess, state = self.config, call.preprocess(self), call.counters
+    def launch(self, call: PassArguments, stream):
+        config, rows, state = self.config, call.query_rows(self), call.counters
         window = Window(call.window_left, call.window_right)
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
-        tensors = call.q, call.k, call.v, preprocess.d_out, call.dk, call.dv
+        tensors = call.q, call.k, call.v, call.d_out, call.dk, call.dv
         shared, heads = self.shared_key_tiles(call), heads_kv
         if cutlass.const_expr(self.splits):
             heads = heads_kv * shared.split.parts.value
@@ -151,9 +144,7 @@ class Backward(AttentionKernel):
             state = call.integers(call.table_at, call.counters_at)
             order = RaggedKeyOrder.of(state, heads, call.heads_per_group)
             q, k, v, d_out, dk, dv = map(ragged_tma_view, tensors)
-            lengths = preprocess.cu_seqlens_q, preprocess.seqused_q
-            queries = PackedQueryIndex.of(call.q, *lengths, config.tile_m)
-            preprocess, dq = preprocess.in_batch(), in_batch(call.dq)
+            dq = in_batch(call.dq)
         else:
             batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
             sequences = Dense(seqlen_q, seqlen_k, window)
@@ -164,7 +155,7 @@ class Backward(AttentionKernel):
                 cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
                 for t in tensors
             )
-            queries, dq = DenseQueryIndex.of(call.q, config.tile_m), call.dq
+            dq = call.dq
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tensors = BackwardTensors(
@@ -174,19 +165,22 @@ class Backward(AttentionKernel):
             TmaTensor.of(load, d_out, layouts.d_out),
             None if self.writes_fp32 else TmaTensor.of(store, dk, layouts.dk),
             None if self.writes_fp32 else TmaTensor.of(store, dv, layouts.dv),
-            RowStatistics(preprocess.statistics, tiles),
-            preprocess.dq(tiles),
+            RowStatistics(rows.statistics, tiles),
+            rows.dq(tiles),
             heads_q // heads_kv,
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
             FusedPrePostprocess(
-                preprocess, queries, self.query_head_groups(call), dq, call.softmax_scale
+                rows,
+                rows.index(config.tile_m),
+                self.query_head_groups(call),
+                dq,
+                call.softmax_scale,
             ),
             shared,
             call.alternates,
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, state)
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(tensors, call.softmax_scale, sequences, schedule).launch(
             grid=(call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),

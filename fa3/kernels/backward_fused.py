@@ -33,7 +33,7 @@ from fa3.kernels.backward_launch import (
     PREPROCESS_TICKET,
     PREPROCESSED,
     BackwardConfig,
-    PreprocessArguments,
+    QueryRows,
     place_of_group_flag,
 )
 from fa3.kernels.backward_preprocess import TilePreprocess, warps_of_tile
@@ -56,7 +56,7 @@ LOADED_AT_ONCE = 2  # of the four times 16 rows of a piece, how many a warp load
 class FusedPrePostprocess(NamedTuple):
     """Preprocessing and dQ conversion of a call's query tiles, inside the backward kernel."""
 
-    call: PreprocessArguments  # the preprocess kernel does the first `num_tiles` query tiles
+    call: QueryRows  # the preprocess kernel does the first `num_tiles` query tiles
     queries: DenseQueryIndex | PackedQueryIndex  # the query tiles by number
     groups: QueryHeadGroups  # their head groups
     # (batch, rows, heads, head_dim), receives dQ; packed sequences in a batch of one.
@@ -100,7 +100,7 @@ class FusedPrePostprocess(NamedTuple):
         call, queries, groups = self.call, self.queries, self.groups
         tile_m = kernel.config.tile_m
         units = warps_of_tile(kernel.spec, tile_m)
-        rows = TilePreprocess.of(kernel.spec, kernel.config, call, units, kernel.dq_flags)
+        rows = TilePreprocess.of(kernel, call, units)
         end = groups.num_tiles * units
         unit = call.num_tiles * units + index
         tile = cutlass.min(unit, end - 1) // units
@@ -239,7 +239,7 @@ class ConvertDq:
     """
 
     kernel: object  # the `Backward` kernel
-    call: PreprocessArguments
+    call: QueryRows
     # dq, scale: of `FusedPrePostprocess`.
     dq: cute.Tensor
     scale: Float32

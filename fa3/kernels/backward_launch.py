@@ -16,6 +16,7 @@ from fa3.primitives.tma import in_batch
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec
+from fa3.schedules.query_index import DenseQueryIndex, PackedQueryIndex
 
 MMA_GROUPS = 2  # MMA warpgroups
 
@@ -163,10 +164,10 @@ class PassArguments(NamedTuple):
     q: object  # (batch, seqlen_q, heads_q, head_dim)
     k: object  # (batch, seqlen_k, heads_kv, head_dim)
     v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
-    # out, lse, d_out, d_lse: see `PreprocessArguments`.
-    out: object
-    lse: object
-    d_out: object
+    out: object  # (batch, seqlen_q, heads_q, head_dim_v)
+    lse: object  # (batch, heads_q, seqlen_q) float32, natural logarithm; (heads_q, total_q) packed
+    d_out: object  # like out
+    # Like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
     d_lse: object
     # dq, dk, dv: like q, k and v, receive the gradients; dk and dv in fp32 with `writes_fp32`.
     dq: object
@@ -178,8 +179,8 @@ class PassArguments(NamedTuple):
     buffer: object
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
     softmax_scale: float  # factor of Q K^T
-    # has_d_lse, dq_is_zeroed: see `PreprocessArguments`.
-    has_d_lse: int
+    has_d_lse: int  # 1 with a gradient of the log-sum-exp, else 0
+    # 1 if the accumulator starts with zeros, as of packed sequences and long ones; else 0.
     dq_is_zeroed: int
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
@@ -223,24 +224,40 @@ class PassArguments(NamedTuple):
             kernel: the `Backward`.
             table: the kernel that makes the table of packed sequences; None without.
         """
-        spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
-        kinds = kernel.dq_flags, kernel.is_ragged, kernel.has_used_q
-        of_others = PreprocessArguments.symbolic(spec, sizes, *kinds)._asdict()
-        of_others |= {} if table is None else TileTableArguments.symbolic(table)._asdict()
-        named = {name: of_others[name] for name in cls._fields if name in of_others}
-        named |= arguments.scalars(cls)
+        spec, vector = kernel.spec, arguments.int32_vector
+        of_batch = () if kernel.is_ragged else (cute.sym_int(),)
+        seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
+        lse_type = "float32", (*of_batch, heads_q, seqlen_q)
+        gradient_type = "float32" if kernel.writes_fp32 else spec.dtype
+
+        def of_queries(columns: int):
+            return arguments.tma_tensor(spec.dtype, (*of_batch, seqlen_q, heads_q, columns))
+
+        def of_keys(columns: int, dtype: str = spec.dtype):
+            return arguments.tma_tensor(dtype, (*of_batch, seqlen_k, heads_kv, columns))
+
+        named = arguments.scalars(cls)
         named |= dict.fromkeys(("dq_at", "table_at", "counters_at", "dq_flags_at"), Int64(0))
         if kernel.splits:
             named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
             named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
+        if table is not None:
+            of_table = TileTableArguments.symbolic(table)._asdict()
+            named |= {name: of_table[name] for name in cls._fields if name in of_table}
+        elif kernel.is_ragged:
+            named |= {"cu_seqlens_q": vector(), "seqused_q": vector(exists=kernel.has_used_q)}
         return cls(
             **named,
-            q=sizes.of_queries(spec, spec.head_dim),
-            k=sizes.of_keys(spec, spec.head_dim),
-            v=sizes.of_keys(spec, spec.head_dim_v),
-            dq=sizes.of_queries(spec, spec.head_dim),
-            dk=sizes.of_keys(spec, spec.head_dim, kernel.writes_fp32),
-            dv=sizes.of_keys(spec, spec.head_dim_v, kernel.writes_fp32),
+            q=of_queries(spec.head_dim),
+            k=of_keys(spec.head_dim),
+            v=of_keys(spec.head_dim_v),
+            out=of_queries(spec.head_dim_v),
+            lse=arguments.compact_tensor(*lse_type),
+            d_out=of_queries(spec.head_dim_v),
+            d_lse=arguments.compact_tensor(*lse_type),
+            dq=of_queries(spec.head_dim),
+            dk=of_keys(spec.head_dim, gradient_type),
+            dv=of_keys(spec.head_dim_v, gradient_type),
             buffer=arguments.float32_buffer(),
             modifiers=arguments.symbolic_modifiers(spec),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
@@ -266,15 +283,17 @@ class PassArguments(NamedTuple):
         """The number of packed sequences; None without."""
         return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
-    def preprocess(self, kernel) -> "PreprocessArguments":
-        """What the preprocess kernel takes, if this is the `Backward` that comes after it."""
-        named = {name: getattr(self, name, None) for name in PreprocessArguments._fields}
+    def query_rows(self, kernel) -> "QueryRows":
+        """What the preprocessing and the dQ conversion take, of a `Backward`."""
+        named = {name: getattr(self, name, None) for name in QueryRows._fields}
         if kernel.dq_flags:
             named["dq_flags"] = self.integers(self.dq_flags_at, self.buffer.shape[0])
         if kernel.spec.has_dropout:
             named["kept"] = DropoutArguments(*self.dropout).kept
+        if kernel.is_ragged:
+            named |= {name: in_batch(named[name]) for name in ("out", "d_out", "lse", "d_lse")}
         groups = kernel.query_head_groups(self)
-        return PreprocessArguments(
+        return QueryRows(
             **named
             | {
                 "statistics": self.numbers(0, self.dq_at),
@@ -284,86 +303,36 @@ class PassArguments(NamedTuple):
         )
 
 
-class PreprocessArguments(NamedTuple):
-    """The arguments of a launch of `BackwardPreprocess`, in this order; the stream comes last."""
+class QueryRows(NamedTuple):
+    """The global tensors of the preprocessing and the dQ conversion.
+    Packed sequences are in a batch of one."""
 
     # out, d_out: (batch, seqlen_q, heads_q, head_dim_v).
-    out: object
-    d_out: object
-    lse: object  # (batch, heads_q, seqlen_q) float32, natural logarithm
-    # Like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
-    d_lse: object
-    has_d_lse: int  # 1 with a gradient of the log-sum-exp, else 0
-    statistics: object  # receives `RowStatistics`
-    dq_accumulator: object  # buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`
+    out: cute.Tensor
+    d_out: cute.Tensor
+    # lse, d_lse: (batch, heads_q, seqlen_q) float32, see `PassArguments`.
+    lse: cute.Tensor
+    d_lse: cute.Tensor
+    has_d_lse: Int32
+    statistics: cute.Tensor  # receives `RowStatistics`
+    dq_accumulator: cute.Tensor  # buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`
     # Of the backward kernel, int32: its schedule's, unless a table has them, then those from
     # `PREPROCESS_TICKET` on; receives zeros.
-    counters: object
-    num_tiles: int  # the number of query tiles to preprocess, the first ones
-    # 1 if the accumulator starts with zeros, as of packed sequences and long ones; else 0.
-    dq_is_zeroed: int
-    # cu_seqlens_q, seqused_q: of packed sequences, with tensors (total_q, heads_q, ...) and
-    # (heads_q, total_q); None without.
-    cu_seqlens_q: object = None
-    seqused_q: object = None
-    dq_flags: object = None  # flags of `DqAccumulator`, receives zeros; None without
-    kept: float | None = None  # the share of P that dropout keeps; None without
-
-    @classmethod
-    def symbolic(
-        cls,
-        spec: AttentionSpec,
-        sizes: "CallSizes",
-        dq_flags: int,
-        is_ragged: bool = False,
-        has_used_q: bool = False,
-    ) -> "PreprocessArguments":
-        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        rows = *sizes.of_batch, sizes.heads_q, sizes.seqlen_q
-        vector, large = arguments.int32_vector, cute.sym_int64
-        return cls(
-            **arguments.scalars(cls),
-            out=sizes.of_queries(spec, spec.head_dim_v),
-            d_out=sizes.of_queries(spec, spec.head_dim_v),
-            lse=arguments.compact_tensor("float32", rows),
-            d_lse=arguments.compact_tensor("float32", rows),
-            statistics=arguments.float32_buffer(),
-            dq_accumulator=arguments.float32_buffer(),
-            counters=vector(large()),
-            cu_seqlens_q=vector(exists=is_ragged),
-            seqused_q=vector(exists=has_used_q),
-            dq_flags=vector(large(), dq_flags > 0),
-            kept=Float32(0.0) if spec.has_dropout else None,
-        )
-
-    def in_batch(self) -> "PreprocessArguments":
-        """The arguments for packed sequences, with tensors in a batch of one."""
-        out, d_out, lse, d_lse = map(in_batch, self[:4])
-        return self._replace(out=out, d_out=d_out, lse=lse, d_lse=d_lse)
+    counters: cute.Tensor
+    num_tiles: Int32  # the number of query tiles that the preprocess kernel does, the first ones
+    dq_is_zeroed: Int32
+    # cu_seqlens_q, seqused_q: of packed sequences; None without.
+    cu_seqlens_q: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    dq_flags: cute.Tensor | None  # flags of `DqAccumulator`, receives zeros; None without
+    kept: Float32 | None  # the share of P that dropout keeps; None without
 
     def dq(self, tiles) -> DqAccumulator:
         """The dQ accumulator; `tiles` numbers the query tiles."""
         return DqAccumulator(self.dq_accumulator, tiles, self.dq_flags)
 
-
-class CallSizes(NamedTuple):
-    """Symbols for the sizes of a call."""
-
-    of_batch: tuple  # (batch,); () for packed sequences
-    seqlen_q: object
-    seqlen_k: object
-    heads_q: object
-    heads_kv: object
-
-    @classmethod
-    def symbolic(cls, is_ragged: bool) -> "CallSizes":
-        of_batch = () if is_ragged else (cute.sym_int(),)
-        return cls(of_batch, *(cute.sym_int() for _ in cls._fields[1:]))
-
-    def of_queries(self, spec: AttentionSpec, columns: int) -> object:
-        shape = *self.of_batch, self.seqlen_q, self.heads_q, columns
-        return arguments.tma_tensor(spec.dtype, shape)
-
-    def of_keys(self, spec: AttentionSpec, columns: int, is_fp32: bool = False) -> object:
-        shape = *self.of_batch, self.seqlen_k, self.heads_kv, columns
-        return arguments.tma_tensor("float32" if is_fp32 else spec.dtype, shape)
+    def index(self, tile_m: int) -> DenseQueryIndex | PackedQueryIndex:
+        """The query tiles by number; on the host."""
+        if self.cu_seqlens_q is None:
+            return DenseQueryIndex.of(self.out, tile_m)
+        return PackedQueryIndex.of(self.out, self.cu_seqlens_q, self.seqused_q, tile_m)

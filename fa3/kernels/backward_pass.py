@@ -24,11 +24,14 @@ from fa3.problem import AttentionSpec
 class BackwardPass:
     """The entry, compiled for kernels of one spec and config."""
 
-    preprocess: BackwardPreprocess
     main: Backward
     table: TileTable | None = None  # makes the table of packed sequences; None without
 
     entry_name: ClassVar[str] = "fa3_backward_pass"
+
+    @property
+    def preprocess(self) -> BackwardPreprocess:
+        return BackwardPreprocess(self.main)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -57,5 +60,5 @@ class BackwardPass:
                 "num_ctas": Int32(1),
             }
             self.table(*(named[name] for name in TileTableArguments._fields), stream)
-        self.preprocess(*call.preprocess(self.main), stream)
+        self.preprocess(*call, stream)
         self.main(*call, stream)

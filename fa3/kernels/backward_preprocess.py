@@ -16,17 +16,15 @@ Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.kernels.backward_launch import BackwardConfig, CallSizes, PreprocessArguments
-from fa3.kernels.kernel_base import AttentionKernel
-from fa3.primitives import arguments
+from fa3.kernels.backward_launch import PassArguments, QueryRows
+from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives.query_tiles import RowStatistics, place_of_row
-from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
@@ -43,29 +41,26 @@ class TilePreprocess:
     """Preprocesses a warp's part of query tiles.
     Neighbouring lanes share a row, and have several rows below one another."""
 
-    # spec, config: of the backward kernel.
-    spec: AttentionSpec
-    config: BackwardConfig
-    call: PreprocessArguments  # packed tensors in a batch of one
+    kernel: object  # the `Backward`
+    call: QueryRows
     warps: int  # warps that share a tile; `warp` is the number of one of them
-    flags: int  # `dq_flags` of `Backward`
     vectors: cute.Tensor  # (8, rows, 2), the rows of O and dO that a lane has loaded
     # Of the rows whose statistics the lane writes; lanes that share rows divide them up.
     lses: cute.Tensor
 
     @classmethod
-    def of(cls, spec: AttentionSpec, config, call, warps: int, flags: int) -> "TilePreprocess":
-        rows = config.tile_m // warps
-        lanes = lanes_of_row(spec, rows)
+    def of(cls, kernel, call: QueryRows, warps: int) -> "TilePreprocess":
+        rows = kernel.config.tile_m // warps
+        lanes = lanes_of_row(kernel.spec, rows)
         count = rows * lanes // WARP
         vectors = cute.make_rmem_tensor((VECTOR, count, 2), call.out.element_type)
         lses = cute.make_rmem_tensor(max(1, count // lanes), Float32)
-        return cls(spec, config, call, warps, flags, vectors, lses)
+        return cls(kernel, call, warps, vectors, lses)
 
     @property
     def lanes(self) -> int:
         """Lanes that share a row."""
-        return lanes_of_row(self.spec, self.config.tile_m // self.warps)
+        return lanes_of_row(self.kernel.spec, self.kernel.config.tile_m // self.warps)
 
     @property
     def count(self) -> int:
@@ -75,8 +70,9 @@ class TilePreprocess:
     def query(self, tile: QueryTile, warp, i):
         """The index in its sequence of the lane's row i."""
         lane = cute.arch.lane_idx()
-        row = warp * (self.config.tile_m // self.warps) + lane // self.lanes
-        return tile.tile.m_block * self.config.tile_m + row + i * (WARP // self.lanes)
+        tile_m = self.kernel.config.tile_m
+        row = warp * (tile_m // self.warps) + lane // self.lanes
+        return tile.tile.m_block * tile_m + row + i * (WARP // self.lanes)
 
     def row_of_lane(self, i: int):
         """The lane's row for the i-th statistics that it writes, see `totals_of_rows`."""
@@ -90,7 +86,7 @@ class TilePreprocess:
     def load(self, tile: QueryTile, warp):
         """Load a warp's rows of a tile."""
         lane, step = cute.arch.lane_idx(), WARP // self.lanes
-        column = cutlass.min(lane % self.lanes, (self.spec.head_dim_v - 1) // VECTOR)
+        column = cutlass.min(lane % self.lanes, (self.kernel.spec.head_dim_v - 1) // VECTOR)
         first = tile.begin + self.query(tile, warp, 0)
         # Past the last row, that row is read again.
         last = self.call.out.shape[1] - 1
@@ -111,13 +107,13 @@ class TilePreprocess:
     @cute.jit
     def write(self, tile: QueryTile, warp):
         """Write statistics of the loaded rows, and what their dQ starts with."""
-        call, config = self.call, self.config
+        call, config, flags = self.call, self.kernel.config, self.kernel.dq_flags
         thread, first = warp * WARP + cute.arch.lane_idx(), tile.tile.m_block * config.tile_m
-        pieces = config.pieces(padded(self.spec.head_dim))
+        pieces = self.kernel.pieces
         if call.dq_is_zeroed != 0 and first >= 0 and first < tile.owned:
             self.call.dq(tile.tiles).clear(pieces, thread, self.warps * WARP, tile.tile)
-        for i in cutlass.range_constexpr(self.flags):
-            dq = self.call.dq(tile.tiles).one_of(pieces, self.flags, i)
+        for i in cutlass.range_constexpr(flags):
+            dq = self.call.dq(tile.tiles).one_of(pieces, flags, i)
             dq.clear_flag(tile.tile, thread)
         statistics = RowStatistics(call.statistics, tile.tiles).of_tile(config.tile_m, tile.tile)
         totals = self.totals_of_rows()
@@ -137,7 +133,7 @@ class TilePreprocess:
         In each step a lane keeps half of its rows, the later ones if its number has the step's bit,
         and gives the others away. So the sums of all rows take hardly more steps than one."""
         lane = cute.arch.lane_idx() % self.lanes
-        is_used = lane * VECTOR < self.spec.head_dim_v
+        is_used = lane * VECTOR < self.kernel.spec.head_dim_v
         sums = []
         for i in cutlass.range_constexpr(self.count):
             o, d_o = (self.vectors[None, i, j].load().to(Float32) for j in range(2))
@@ -161,7 +157,7 @@ class TilePreprocess:
         lse, delta = lse * LOG2_E, total
         if self.call.has_d_lse != 0:
             delta -= self.call.d_lse[tile.batch, tile.tile.head, tile.begin + query]
-        if cutlass.const_expr(self.spec.has_dropout):
+        if cutlass.const_expr(self.kernel.spec.has_dropout):
             # The backward kernel then has P / kept, and dS = P / kept (dP or 0) -
             # P / kept (kept delta).
             lse += cute.math.log2(self.call.kept, fastmath=True)
@@ -182,38 +178,22 @@ def warps_of_tile(spec: AttentionSpec, tile_m: int) -> int:
 
 
 @dataclass(frozen=True)
-class BackwardPreprocess(AttentionKernel):
-    """The preprocess kernel, compiled for one (spec, config)."""
+class BackwardPreprocess(KernelBase):
+    """The preprocess kernel, compiled for one backward kernel."""
 
-    spec: AttentionSpec
-    config: BackwardConfig
-    is_ragged: bool = False  # whether sequences are packed
-    has_used_q: bool = False  # whether packed sequences have `seqused_q`
-    dq_flags: int = 1  # see `Backward`
+    main: Any  # the `Backward`
 
     entry_name: ClassVar[str] = "fa3_backward_preprocess"
+    arguments_type: ClassVar[type] = PassArguments
 
     def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
-        sizes = CallSizes.symbolic(self.is_ragged)
-        kinds = self.dq_flags, self.is_ragged, self.has_used_q
-        call = PreprocessArguments.symbolic(self.spec, sizes, *kinds)
-        return [*call, arguments.symbolic_stream()]
+        return self.main.arguments()
 
     @cute.jit
-    def __call__(self, *call):
-        """Launch on `PreprocessArguments` and a stream."""
-        *call, stream = call
-        call = PreprocessArguments(*call)
-        if cutlass.const_expr(self.is_ragged):
-            lengths = call.cu_seqlens_q, call.seqused_q
-            queries = PackedQueryIndex.of(call.out, *lengths, self.config.tile_m)
-            call = call.in_batch()
-        else:
-            queries = DenseQueryIndex.of(call.out, self.config.tile_m)
-        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(call, queries).launch(
-            grid=(call.num_tiles, 1, 1),
+    def launch(self, call: PassArguments, stream):
+        rows = call.query_rows(self.main)
+        self.kernel(rows, rows.index(self.main.config.tile_m)).launch(
+            grid=(rows.num_tiles, 1, 1),
             block=(PREPROCESS_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -221,7 +201,7 @@ class BackwardPreprocess(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, call: PreprocessArguments, queries: DenseQueryIndex | PackedQueryIndex):
+    def kernel(self, call: QueryRows, queries: DenseQueryIndex | PackedQueryIndex):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
@@ -231,9 +211,9 @@ class BackwardPreprocess(AttentionKernel):
         for i in cutlass.range(first, call.counters.shape[0], ctas * PREPROCESS_THREADS, unroll=1):
             call.counters[i] = 0
         # The last tiles first, so that L2 has the first ones when the backward kernel needs them.
-        tile = queries.at(ctas - 1 - block, self.config.tile_m)
+        tile = queries.at(ctas - 1 - block, self.main.config.tile_m)
         warp = cute.arch.make_warp_uniform(thread // WARP)
         warps = PREPROCESS_THREADS // WARP
-        rows = TilePreprocess.of(self.spec, self.config, call, warps, self.dq_flags)
+        rows = TilePreprocess.of(self.main, call, warps)
         rows.load(tile, warp)
         rows.write(tile, warp)

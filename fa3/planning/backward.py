@@ -16,7 +16,6 @@ from fa3.kernels.backward_launch import (
     place_of_group_flag,
 )
 from fa3.kernels.backward_pass import BackwardPass
-from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import TileTable, capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.costs import H200
 from fa3.planning.key_split import (
@@ -35,7 +34,7 @@ from fa3.primitives.wgmma import WARPS
 from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InOrderQueue
 from fa3.schedules.ragged import RaggedKeyTiles
-from fa3.scores.masks import Band, Sequence
+from fa3.scores.masks import Sequence
 
 L2_BYTES = 48 << 20
 """Bytes of Q, dO and dQ that tiles which run at the same time should share in L2. They take the
@@ -147,16 +146,13 @@ class BackwardKernels:
         schedule = RaggedKeyTiles if self.is_packed else InOrderQueue
         kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32, self.accumulators
         main = Backward(spec, config, schedule, *kind)
-        preprocessed = preprocess_spec(spec), config
         if not self.is_packed:
-            return BackwardPass(BackwardPreprocess(*preprocessed, dq_flags=main.dq_flags), main)
+            return BackwardPass(main)
         table = TileTable(
             config.tile_m, config.tile_n, spec.mask.band, self.has_used_q, self.has_used_k,
             is_of_keys=True,
         )  # fmt: skip
-        kinds = True, self.has_used_q
-        before = BackwardPreprocess(*preprocessed, *kinds, dq_flags=main.dq_flags)
-        return BackwardPass(before, main, table)
+        return BackwardPass(main, table)
 
     def layout(
         self, num_query_tiles: int, num_parts: int, num_head_groups: int, table_words: int = 0
@@ -416,12 +412,6 @@ def fuses_preprocess(seqlen_k: float, window: Window) -> bool:
 def most_keys_unzeroed(window: Window) -> int:
     """Most keys of a sequence for which the dQ accumulator is not zeroed."""
     return KEYS_UNZEROED if window.right == NO_BOUND else MORE_KEYS_UNZEROED
-
-
-def preprocess_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the preprocess kernel: only the backward kernel depends on masks and scores."""
-    plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
-    return replace(plain, has_dropout=spec.has_dropout)
 
 
 def rows_in_l2(spec: AttentionSpec) -> int:

@@ -250,9 +250,9 @@ def describe_kernel(kernel: Any) -> str:
         case BackwardPass():
             return describe_kernel(kernel.main)
         case BackwardPreprocess():
-            # It has no mask, whatever the call has: see `fa3.planning.backward.preprocess_spec`.
-            spec_words = [word for word in words_of_spec(kernel.spec) if word != "no mask"]
-            words = ["backward preprocess", *spec_words]
+            spec = kernel.main.spec
+            words = ["backward preprocess", spec.dtype, head_dims(spec.head_dim, spec.head_dim_v)]
+            words += ["dropout"] * spec.has_dropout
         case Backward():
             config = kernel.config
             words = ["backward", f"tile {config.tile_m}x{config.tile_n}"]

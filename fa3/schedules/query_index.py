@@ -93,8 +93,8 @@ class PackedQueryIndex(NamedTuple):
     def of(
         cls, rows: cute.Tensor, cu: cute.Tensor, used: cute.Tensor | None, tile_m: int
     ) -> "PackedQueryIndex":
-        """The tiles of a tensor (total_q, heads, ...) with these lengths."""
-        total_q, heads, _ = rows.shape
+        """The tiles of a tensor (1, total_q, heads, ...) with these lengths."""
+        _, total_q, heads, _ = rows.shape
         lengths = RaggedLengths(cu, used, total_q)
         return cls(lengths, PackedQueryTiles.of(total_q, lengths.num_sequences, tile_m), heads)
 
