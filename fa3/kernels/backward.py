@@ -60,7 +60,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.backward_fused import FusedPrePostprocess
@@ -77,6 +77,7 @@ from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.gradient_mmas import GradientLayouts
 from fa3.primitives.gradient_parts import KeySplit, SharedKeyTiles
+from fa3.primitives.pipelines import thread_pipeline, tma_pipeline
 from fa3.primitives.query_tiles import (
     STATISTICS,
     PackedQueryTiles,
@@ -313,43 +314,20 @@ class Backward(AttentionKernel):
             storage.ticket.get_tensor(cute.make_layout(1)),
         )
 
-        def warps(groups: int) -> pipeline.CooperativeGroup:
-            return pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS * groups)
-
-        mma_warps, one_thread = warps(MMA_GROUPS), pipeline.CooperativeGroup(pipeline.Agent.Thread)
-
-        def tma_pipeline(barriers, stages, layout, copies, readers, more_bytes=0):
-            stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=one_thread,
-                consumer_group=readers,
-                tx_count=copies * stage_bytes + more_bytes,
-                cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-                defer_sync=True,
-            )
-
-        def thread_pipeline(barriers, stages, writers, readers):
-            return pipeline.PipelineAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=writers,
-                consumer_group=readers,
-                defer_sync=True,
-            )
-
+        mma_warps, in_flight = WARPS * MMA_GROUPS, self.pieces.in_flight
         row_bytes = cute.size_in_bytes(Float32, cute.slice_(rows, (None, None, 0)))
+
+        def from_tma(barriers, layout, *readers_and_copies):
+            return tma_pipeline(barriers, self.dtype, layout, *readers_and_copies)
+
         pipelines = BackwardPipelines(
-            tma_pipeline(storage.barriers_q, config.stages, layouts.q, 1, mma_warps, row_bytes),
-            tma_pipeline(storage.barriers_k, config.k_stages, layouts.k, config.slabs, one_thread),
-            tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs, one_thread),
-            tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1, mma_warps),
-            thread_pipeline(
-                storage.barriers_ds, config.stages, warps(MMA_GROUPS * config.q_splits), warps(1)
-            ),
-            thread_pipeline(storage.barriers_staged, self.pieces.in_flight, warps(1), one_thread),
-            thread_pipeline(storage.barriers_added, config.stages, one_thread, one_thread)
+            from_tma(storage.barriers_q, layouts.q, mma_warps, 1, 1, row_bytes),
+            from_tma(storage.barriers_k, layouts.k, 1, config.slabs),
+            from_tma(storage.barriers_v, layouts.v, 1, config.slabs),
+            from_tma(storage.barriers_do, layouts.d_out, mma_warps),
+            thread_pipeline(storage.barriers_ds, config.stages, mma_warps * config.q_splits, WARPS),
+            thread_pipeline(storage.barriers_staged, in_flight, WARPS, 1),
+            thread_pipeline(storage.barriers_added, config.stages, 1, 1)
             if self.is_ordered
             else None,
         )

@@ -54,6 +54,7 @@ from fa3.primitives.fp8_blocks import CONVERTED, convert_rows
 from fa3.primitives.fragments import ScoreCoords
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
 from fa3.primitives.packed_rows import clear_rows
+from fa3.primitives.pipelines import tma_pipeline
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
@@ -363,30 +364,17 @@ class Forward(ForwardEpilogue):
             largest,
         )
 
-        def tma_pipeline(barriers, kind, layout, warps: int, copies=1, peers=config.cluster):
-            stage_bytes = cute.size_in_bytes(kind, cute.slice_(layout, (None, None, 0)))
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=cute.size(layout, mode=[2]) // copies,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps * peers),
-                tx_count=copies * stage_bytes,
-                cta_layout_vmnk=cute.make_layout((1, peers, 1, 1)),
-                mcast_mode_mn=(0, 1),
-                defer_sync=True,
-            )
-
-        pipeline_q = tma_pipeline(
-            storage.barriers_q, self.dtype, q_layout, warps, config.consumers, 1
-        )
+        pipeline_q = tma_pipeline(storage.barriers_q, self.dtype, q_layout, warps, config.consumers)
         barriers_k, barriers_v = storage.barriers_k, storage.barriers_v
         if cutlass.const_expr(blocks_k.rewriters > 0):
             barriers_k = storage.barriers_loaded_k
         if cutlass.const_expr(blocks_v.rewriters > 0):
             barriers_v = storage.barriers_loaded_v
-        loading_k = tma_pipeline(barriers_k, *blocks_k.loaded, blocks_k.rewriters or warps)
+        of_cluster = 1, config.cluster
+        readers_k, readers_v = blocks_k.rewriters or warps, blocks_v.rewriters or warps
+        loading_k = tma_pipeline(barriers_k, *blocks_k.loaded, readers_k, *of_cluster)
         pipeline_k = blocks_k.pipeline(loading_k, storage.barriers_k, warps)
-        loading_v = tma_pipeline(barriers_v, *blocks_v.loaded, blocks_v.rewriters or warps)
+        loading_v = tma_pipeline(barriers_v, *blocks_v.loaded, readers_v, *of_cluster)
         pipeline_v = blocks_v.pipeline(loading_v, storage.barriers_v, warps)
         pipelines = ForwardPipelines(pipeline_q, pipeline_k, pipeline_v, loading_k, loading_v)
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)

@@ -13,6 +13,7 @@ from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
+from fa3.primitives.pipelines import thread_pipeline, tma_pipeline
 from fa3.primitives.ragged_lengths import read_early
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.tma import TmaTensor
@@ -84,25 +85,10 @@ def block_pipeline(barriers, dtype, layout, warps: int, gathers: bool) -> pipeli
     `layout` is (tile_n, columns, stages). `GatheredBlocks` loads the blocks if it `gathers`,
     otherwise `TmaBlocks`.
     """
-    arguments = {
-        "barrier_storage": barriers.data_ptr(),
-        "num_stages": cute.size(layout, mode=[2]),
-        "defer_sync": True,
-    }
-    group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
-    if gathers:
-        return pipeline.PipelineCpAsync.create(
-            producer_group=group(agent, WARPGROUP),
-            consumer_group=group(agent, warps * WARP),
-            **arguments,
-        )
-    return pipeline.PipelineTmaAsync.create(
-        producer_group=group(agent),
-        consumer_group=group(agent, warps),
-        tx_count=cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0))),
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-        **arguments,
-    )
+    if not gathers:
+        return tma_pipeline(barriers, dtype, layout, warps)
+    stages, kind = cute.size(layout, mode=[2]), pipeline.PipelineCpAsync
+    return thread_pipeline(barriers, stages, WARPGROUP, warps * WARP, kind)
 
 
 def load_block(load: Callable, pipe, place: tuple, state):

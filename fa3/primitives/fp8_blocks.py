@@ -16,6 +16,7 @@ from cutlass import Float16, Float32, Int32, pipeline
 
 from fa3.primitives.attention import BlockStream
 from fa3.primitives.cache_blocks import box_bytes
+from fa3.primitives.pipelines import thread_pipeline
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
@@ -213,16 +214,7 @@ class ConvertedPipeline:
         cls, barriers, stages: int, warps: int, consumers: int = WARPS
     ) -> "ConvertedPipeline":
         """The pipeline of so many producer and consumer warps; a stage has two mbarriers."""
-        group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
-        return cls(
-            pipeline.PipelineAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=group(agent, warps),
-                consumer_group=group(agent, consumers),
-                defer_sync=True,
-            )
-        )
+        return cls(thread_pipeline(barriers, stages, warps, consumers))
 
     def producer_acquire(self, state):
         self.pipe.producer_acquire(state)
