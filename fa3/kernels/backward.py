@@ -86,7 +86,7 @@ from fa3.primitives.query_tiles import (
     number_of_packed_tiles,
 )
 from fa3.primitives.shared_memory import SmemAllocator
-from fa3.primitives.tma import TmaTensor, in_batch, ragged_tma_view
+from fa3.primitives.tma import TmaTensor, in_batch, ragged_tma_view, rows_first
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.order import KernelOrder
@@ -152,10 +152,7 @@ class Backward(AttentionKernel):
             tiles = QueryTiles(cute.ceil_div(seqlen_q, config.tile_m), heads_q)
             num_key_tiles = cute.ceil_div(seqlen_k, config.tile_n)
             order = KernelOrder.of(num_key_tiles, heads, batch, call.heads_per_group)
-            q, k, v, d_out, dk, dv = (
-                cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-                for t in tensors
-            )
+            q, k, v, d_out, dk, dv = map(rows_first, tensors)
             dq = call.dq
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()

@@ -377,9 +377,9 @@ class BackwardRoles:
                 dropout = None
                 if cutlass.const_expr(kernel.spec.has_dropout):
                     dropout = TransposedDropout(tensors.dropout, seed, coords)
-                keys = k_state.index, v_state
-                place = thread, group, scores_barrier(), dropout
-                step = GradientStep(config, mmas, regs, smem, pipelines, *keys, rules, *place)
+                context = config, smem, pipelines, k_state.index, thread
+                operands = mmas, regs, v_state, rules, group, scores_barrier(), dropout
+                step = GradientStep(*context, *operands)
                 q_state, do_state = step.all(walk, q_state, do_state)
             if cutlass.const_expr(not kernel.splits):
                 cursor = schedule.next(cursor)
@@ -427,7 +427,7 @@ class BackwardRoles:
             pipelines.k.consumer_wait(k_state)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 blocks = self.query_head(tile, h).walk.blocks
-                step = DqStep(config, regs, self.smem, pipelines, k_state.index, thread)
+                step = DqStep(config, self.smem, pipelines, k_state.index, thread, regs)
                 for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     ds_state, staged_state = step.next(ds_state, staged_state)
             keys_barrier().arrive()

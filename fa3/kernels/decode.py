@@ -81,6 +81,7 @@ from fa3.primitives.packed_rows import (
 )
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
+from fa3.primitives.tma import rows_first
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import Window
 from fa3.schedules.order import Segment, Tile
@@ -127,15 +128,15 @@ class Decode(DecodeMemory):
         batch, rows_q, heads_q, _ = q.shape
         if cutlass.const_expr(self.cache.is_packed):
             packed_k = RaggedLengths(call.cu_seqlens_k, call.seqlens, call.k.shape[0])
-            seqlens, capacity, modes = None, call.max_seqlen_k, [0, 2, 1]
+            seqlens, capacity = None, call.max_seqlen_k
+            k, v = (
+                cute.make_tensor(t.iterator, cute.select(t.layout, mode=[0, 2, 1]))
+                for t in (call.k, call.v)
+            )
         else:
             pages = 1 if page_table is None else page_table.shape[1]
             seqlens, capacity = call.seqlens, capacity_of(call.k.shape[1], pages)
-            modes = [1, 3, 2, 0]
-        k, v = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
-            for t in (call.k, call.v)
-        )
+            k, v = map(rows_first, (call.k, call.v))
         if cutlass.const_expr(not self.gathers):
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)

@@ -58,7 +58,7 @@ from fa3.primitives.pipelines import tma_pipeline
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
-from fa3.primitives.tma import TmaTensor, ragged_tma_view, tile_loader
+from fa3.primitives.tma import TmaTensor, ragged_tma_view, rows_first, tile_loader
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
@@ -70,15 +70,7 @@ from fa3.schedules.sequences import Dense, MultiSequence, Ragged
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import ScorePipeline, bind
 
-PACKED_RANK = 3
-"""Dimensions of a packed tensor: rows, heads, columns. Dense ones and caches have a batch, too."""
-
 FIRST_EPILOGUE_BARRIER = 5
-
-
-def is_packed(tensor: cute.Tensor) -> bool:
-    """Whether the sequences of a tensor are packed in its rows."""
-    return cute.rank(tensor) == PACKED_RANK
 
 
 @dataclass(frozen=True)
@@ -129,10 +121,12 @@ class Forward(ForwardEpilogue):
         window = Window(call.window_left, call.window_right)
         if cutlass.const_expr(self.schedule_type.is_ragged):
             sequences = MultiSequence(call.q.shape[0]) if self.packs_sequences else Ragged(window)
-            q, k, v, o = map(self.varlen_view, (call.q, call.k, call.v, call.o))
+            q, o = map(ragged_tma_view, (call.q, call.o))
+            view_k = ragged_tma_view if self.cache is None else rows_first
+            k, v = map(view_k, (call.k, call.v))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
-            q, k, v, o = (self.dense_view(tensor) for tensor in (call.q, call.k, call.v, call.o))
+            q, k, v, o = map(rows_first, (call.q, call.k, call.v, call.o))
         blocks_k, blocks_v = self.format.memory
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -145,7 +139,7 @@ class Forward(ForwardEpilogue):
             or self.schedule_type.splits
             or self.stores_rows
         ):
-            row_store = RowStore(self.dense_view(call.o), lse)
+            row_store = RowStore(rows_first(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
         if cutlass.const_expr(self.cache is None):
             k = TmaTensor.of(load_kv, k, blocks_k.loaded_layout, config.cluster)
@@ -207,17 +201,6 @@ class Forward(ForwardEpilogue):
     def batch(self, call: ForwardArguments):
         """The batch of the tensors; packed sequences are in one."""
         return 1 if self.schedule_type.is_ragged else call.q.shape[0]
-
-    def varlen_view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """A packed tensor, in which each sequence can end where the rows end; a cache as it is."""
-        return ragged_tma_view(tensor) if is_packed(tensor) else self.dense_view(tensor)
-
-    def dense_view(self, tensor: cute.Tensor) -> cute.Tensor:
-        """(rows, head_dim, heads, batch) of a tensor of the call."""
-        layout = tensor.layout
-        if is_packed(tensor):
-            layout = cute.prepend(layout, cute.make_layout(1))
-        return cute.make_tensor(tensor.iterator, cute.select(layout, mode=[1, 3, 2, 0]))
 
     def order(
         self, call: ForwardArguments, cluster_m: int = 1, cluster_h: int = 1
@@ -540,7 +523,8 @@ class Forward(ForwardEpilogue):
             tile = self.tile_of(segment, rank)
             work = TileContext(sequences, segment, tile)
             slab = tile.m_block * config.consumers + group
-            coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
+            shape, begins = (ROWS, config.tile_n), (slab * ROWS, 0)
+            coords = ScoreCoords.of(mmas.qk, thread, shape, begins, config.tile_n, tile)
             sequence = sequences.sequence(segment)
             scale, scale_v = self.scales(operands, tile, softmax_scale)
             if cutlass.const_expr(self.format.converts_q):

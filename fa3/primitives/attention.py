@@ -320,7 +320,7 @@ class Attention:
 
         def sees_first_key(r: int):
             _, end = rules.mask.key_range(rules.coords.query(r), rules.sequence)
-            return end > n_block * rules.coords.tile_n
+            return end > n_block * rules.coords.width
 
         return sees_first_key
 

@@ -33,7 +33,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
-from fa3.primitives.gradient_mmas import columns_of_keys, operand_a, operand_b
+from fa3.primitives.gradient_mmas import KeyTileStep, columns_of_keys, operand_a, operand_b
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
 from fa3.primitives.tma import add_run, store_run
 from fa3.primitives.vectors import QUAD
@@ -370,16 +370,10 @@ class DqOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DqStep:
-    """The steps of one key tile and one query head."""
+class DqStep(KeyTileStep):
+    """The steps of the dQ warpgroup."""
 
-    config: object  # a `fa3.kernels.backward_launch.BackwardConfig`
     operands: DqOperands
-    # smem, pipelines: the kernel's buffers; pipelines that deliver dS, and pieces of dQ.
-    smem: object
-    pipelines: object
-    k_stage: Int32  # the stage of the tile's K
-    thread: Int32  # of the warpgroup
 
     @property
     def pieces(self) -> DqPieces:

@@ -199,7 +199,7 @@ class TileDropout:
 
     def of_pairs(self, n_block) -> Iterator[Uint32]:
         """Yield the words of a block of keys, in the order of the pairs of an accumulator."""
-        squares = self.coords.tile_n // SQUARE
+        squares = self.coords.width // SQUARE
         keys, queries = n_block * squares, self.coords.row // SQUARE
         slot = slot_of(keys, queries)
         queries = Uint32(cute.arch.make_warp_uniform(queries))
@@ -244,7 +244,7 @@ class TransposedDropout:
         The word has the pair's numbers when `movmatrix` has transposed it. `count` are the pairs.
         """
         squares = count // WORDS
-        keys, queries = self.coords.row // SQUARE, self.coords.first_query(m_block) // SQUARE
+        keys, queries = self.coords.row // SQUARE, self.coords.first_column(m_block) // SQUARE
         slot = slot_of(keys, queries)
         keys, queries = (Uint32(cute.arch.make_warp_uniform(x)) for x in (keys, queries))
         of_keys = keys * COUNTERS + slot % COUNTERS

@@ -6,10 +6,11 @@ transposed. A transposed view moves nothing: WGMMA takes 16-bit operands either 
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
@@ -59,6 +60,18 @@ class GradientLayouts(NamedTuple):
             smem_layout(dtype, ROWS, dk, slabs * shares * config.k_stages, width_k),
             smem_layout(dtype, ROWS, dv, slabs * shares, dv),
         )
+
+
+@dataclass(frozen=True)
+class KeyTileStep:
+    """The steps of one key tile and one query head, for one warpgroup."""
+
+    config: object  # a `fa3.kernels.backward_launch.BackwardConfig`
+    # smem, pipelines: the kernel's buffers and pipelines.
+    smem: object
+    pipelines: object
+    k_stage: Int32  # the stage of the tile's K
+    thread: Int32  # of the warpgroup
 
 
 class GradientMmas(NamedTuple):

@@ -23,7 +23,7 @@ from fa3.primitives.fragments import (
     widen_words,
     write_fragment,
 )
-from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
+from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands, KeyTileStep
 from fa3.primitives.query_tiles import PAIR, place_of_row
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import QUAD, vector_of
@@ -111,20 +111,13 @@ def magnitude(x: Float32) -> Float32:
 
 
 @dataclass(frozen=True)
-class GradientStep:
-    """The steps of one key tile and one query head, for one MMA warpgroup."""
+class GradientStep(KeyTileStep):
+    """The steps of an MMA warpgroup."""
 
-    config: object  # a `fa3.kernels.backward_launch.BackwardConfig`
     mmas: GradientMmas
     regs: GradientOperands
-    # smem, pipelines: the kernel's buffers, and pipelines that deliver Q, V, dO and dS.
-    smem: object
-    pipelines: object
-    # k_stage, v_state: the stage of the tile's K, and the state in which its V arrives.
-    k_stage: Int32
-    v_state: pipeline.PipelineState
+    v_state: pipeline.PipelineState  # the state in which the tile's V arrives
     rules: object  # score functions and masks; their coordinates name query head and batch
-    thread: Int32
     group: Int32
     barrier: object  # of all MMA warpgroups
     dropout: TransposedDropout | None  # what is dropped, or None

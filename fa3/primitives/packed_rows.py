@@ -167,22 +167,19 @@ class PackedCoords(ScoreCoords):
 
     @classmethod
     def of_tile(cls, mma, thread, tile_n: int, tile, qhead_per_kvhead: int) -> "PackedCoords":
-        base = ScoreCoords.of(mma, thread, (ROWS, tile_n), tile.m_block * ROWS, tile)
+        begins = tile.m_block * ROWS, 0
+        base = ScoreCoords.of(mma, thread, (ROWS, tile_n), begins, tile_n, tile)
         return cls(*vars(base).values(), qhead_per_kvhead)
 
-    def packed(self, r: int):
-        """The index of row r among the rows of the key/value head."""
-        return self.row + self.row_steps[r]
-
     def query(self, r: int):
-        return self.packed(r) // self.qhead_per_kvhead
+        return self.row_at(r) // self.qhead_per_kvhead
 
     def queries(self):
         first, last = super().queries()
         return first // self.qhead_per_kvhead, last // self.qhead_per_kvhead
 
     def head_of(self, r: int):
-        return self.head * self.qhead_per_kvhead + self.packed(r) % self.qhead_per_kvhead
+        return self.head * self.qhead_per_kvhead + self.row_at(r) % self.qhead_per_kvhead
 
 
 @cute.jit
@@ -254,7 +251,7 @@ def store_part(
 ):
     """Write a thread's part of a tile's rows (2, columns) and their log-sum-exps to a slot."""
     for r in cutlass.range_constexpr(cute.size(lse)):
-        row = coords.packed(r) % ROWS
+        row = coords.row_at(r) % ROWS
         if row < workspace.lse.shape[1]:
             store_row(rows[r, None], workspace.o[slot, row, None], coords.column)
             store_lse(workspace.lse, (slot, row), lse[r], coords)

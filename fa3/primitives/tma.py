@@ -13,6 +13,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa3.primitives.vectors import FLOAT_BYTES
 
+PACKED_RANK = 3
+"""Dimensions of a packed tensor: rows, heads, columns. Dense ones and caches have a batch, too."""
+
 ROWS_END = 2**30  # the row after the last one of every sequence, in a tensor of `ragged_tma_view`
 WRAP = 2**34  # WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits
 
@@ -67,6 +70,14 @@ def in_batch(tensor: cute.Tensor | None) -> cute.Tensor | None:
         return None
     layout = cute.prepend(tensor.layout, cute.make_layout(1))
     return cute.make_tensor(tensor.iterator, layout)
+
+
+def rows_first(tensor: cute.Tensor) -> cute.Tensor:
+    """(rows, head_dim, heads, batch) of a tensor (batch, rows, heads, head_dim).
+    Packed sequences, in (rows, heads, head_dim), get a batch of one."""
+    if cute.rank(tensor) == PACKED_RANK:
+        tensor = in_batch(tensor)
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
 
 
 class TmaTensor(NamedTuple):

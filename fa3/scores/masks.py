@@ -160,7 +160,7 @@ class Band:
     @cute.jit
     def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
         """Set the hidden scores of one block to -inf."""
-        first_column = coords.first_key(n_block)
+        first_column = coords.first_column(n_block)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             begin, end = self.range_at(r, coords, sequence)
             begin, end = begin - first_column, end - first_column
@@ -176,9 +176,9 @@ class Band:
     ):
         """Set the hidden scores of one block of S^T to -inf, and scores of keys past the last one.
         Queries past the last one are left as they are."""
-        first_query = coords.first_query(m_block)
+        first_query = coords.first_column(m_block)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            key = coords.key(r)
+            key = coords.row_at(r)
             begin, end = self.query_range(key, sequence)
             begin = begin if key < sequence.seqlen_k else sequence.seqlen_q
             begin, end = begin - first_query, end - first_query

@@ -171,15 +171,15 @@ class Alibi(Score):
         num_rows = len(coords.row_steps)
         # Position of this thread's first key in the block, minus that of the row's query.
         first = [
-            Float32(coords.first_key(n_block) - coords.query(r) - sequence.offset)
+            Float32(coords.first_column(n_block) - coords.query(r) - sequence.offset)
             for r in range(num_rows)
         ]
         if cutlass.const_expr(self.is_causal):
             self.slant(scores, slopes, coords)
             return tuple(product(slopes[r], first[r]) for r in range(num_rows))
         shifts = cute.make_rmem_tensor(num_rows, Float32)
-        first_key = n_block * coords.tile_n
-        is_before = first_key + coords.tile_n <= first_query + sequence.offset
+        first_key = n_block * coords.width
+        is_before = first_key + coords.width <= first_query + sequence.offset
         is_behind = first_key >= last_query + sequence.offset
         if is_before or is_behind:
             growth = [slopes[r] if is_before else -slopes[r] for r in range(num_rows)]
@@ -202,7 +202,7 @@ class Alibi(Score):
         at = (coords.head,) if len(self.slopes.shape) == 1 else (coords.batch, coords.head)
         slope = self.slopes[at] / unit
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            first = Float32(coords.first_query(m_block) + sequence.offset - coords.key(r))
+            first = Float32(coords.first_column(m_block) + sequence.offset - coords.row_at(r))
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 distance = first + float(coords.column_steps[c])
                 if cutlass.const_expr(not self.is_causal):
