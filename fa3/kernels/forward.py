@@ -42,10 +42,11 @@ from fa3.kernels.forward_epilogue import (
     ForwardEpilogue,
     ForwardOperands,
     ForwardPipelines,
-    TileContext,
+    warp_of_tile,
 )
 from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
-from fa3.kernels.forward_launch import OTHER_REGISTERS, ForwardArguments, ForwardConfig
+from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention, BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
@@ -74,7 +75,7 @@ FIRST_EPILOGUE_BARRIER = 5
 
 
 @dataclass(frozen=True)
-class Forward(ForwardEpilogue):
+class Forward(AttentionKernel):
     """The forward kernel, compiled for one (spec, config, schedule type).
     With `is_recorded` it is the instrumented kernel, which records when it worked on which tile."""
 
@@ -186,6 +187,11 @@ class Forward(ForwardEpilogue):
         return replace(
             self, config=replace(self.config, fixed_reference=False), has_online_and_fixed=False
         )
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether each thread stores its rows of O, since shared memory has no room for them."""
+        return self.spec.is_fp8 and not self.config.own_o
 
     @property
     def is_recompute(self) -> bool:
@@ -521,7 +527,6 @@ class Forward(ForwardEpilogue):
             segment = schedule.segment(cursor)
             began = recorder.now()
             tile = self.tile_of(segment, rank)
-            work = TileContext(sequences, segment, tile)
             slab = tile.m_block * config.consumers + group
             shape, begins = (ROWS, config.tile_n), (slab * ROWS, 0)
             coords = ScoreCoords.of(mmas.qk, thread, shape, begins, config.tile_n, tile)
@@ -551,9 +556,11 @@ class Forward(ForwardEpilogue):
             k_state, v_state = attention.rest(own, k_state, v_state)
             if cutlass.const_expr(config.own_o or self.stores_rows):
                 pipelines.q.consumer_release(q_state)
+            parts = number = None
             if cutlass.const_expr(self.schedule_type.splits):
-                warp = self.warp_of_cluster(rank, thread_idx)
-                number = operands.parts.take_number(segment.part, warp)
+                warp = rank * (config.consumers * WARPS) + warp_of_tile(thread_idx)
+                parts = operands.parts.at(segment.part, warp)
+                number = parts.take_number()
             if cutlass.const_expr(not self.skips_before_next):
                 cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
@@ -563,29 +570,9 @@ class Forward(ForwardEpilogue):
             if cutlass.const_expr(self.skips_before_next):
                 cursor = schedule.next(cursor)
             computed = recorder.now()
+            place = sequences, segment, tile, slab, thread_idx
             of_rows = rules.sinks_of_rows(sinks)
-            if cutlass.const_expr(self.schedule_type.splits):
-                if segment.part.num_parts > 1:
-                    acc_O, free = attention.regs.acc_O, self.registers[1] - OTHER_REGISTERS
-                    lse = attention.finish()
-                    if cutlass.const_expr(config.fixed_reference):
-                        self.mark(operands, attention, work, thread_idx, None)
-                    rows = self.places(work, coords), self.are_queries(rules)
-                    operands.parts.finish(
-                        acc_O, lse, coords, segment.part, warp, number, *rows, of_rows, free
-                    )
-                else:
-                    self.finish_tile(operands, attention, out, of_rows, work, slab)
-                    if cutlass.const_expr(config.fixed_reference):
-                        self.mark(operands, attention, work, thread_idx, of_rows)
-            elif cutlass.const_expr(self.is_recompute):
-                self.finish_recompute(operands, attention, out, of_rows, work, slab, thread_idx)
-            elif cutlass.const_expr(self.packs_sequences):
-                self.finish_shared(operands, attention, out, of_rows, work, slab, group)
-            else:
-                self.finish_tile(operands, attention, out, of_rows, work, slab)
-                if cutlass.const_expr(config.fixed_reference):
-                    self.mark(operands, attention, work, thread_idx, of_rows)
+            ForwardEpilogue(self, operands, *place, attention, out, of_rows).finish(parts, number)
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
             if cutlass.const_expr(not (config.own_o or self.stores_rows)):
                 out.wait()

@@ -3,19 +3,18 @@
 A tile is written whole, or only some of its rows are. Rows that must be computed again are marked.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 
-from fa3.kernels.forward_launch import ForwardConfig
-from fa3.kernels.kernel_base import AttentionKernel
+from fa3.kernels.forward_launch import OTHER_REGISTERS
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.fp8_blocks import ConvertedPipeline
-from fa3.primitives.fragments import ScoreCoords
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore, store_lse
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.tma import TmaTensor
@@ -23,7 +22,6 @@ from fa3.primitives.wgmma import WARP, WARPS
 from fa3.schedules import Segment, Tile
 from fa3.schedules.marked import ALL_ROWS, RecomputeMask, bit_of_row
 from fa3.schedules.sequences import Dense, MultiSequence, Ragged
-from fa3.scores.scores import ScorePipeline
 
 
 class ForwardOperands(NamedTuple):
@@ -74,54 +72,74 @@ class ForwardPipelines(NamedTuple):
     loaded_v: pipeline.PipelineTmaAsync
 
 
-class TileContext(NamedTuple):
-    """What a CTA works on."""
+@dataclass(frozen=True)
+class ForwardEpilogue:
+    """What a consumer warpgroup does with a tile, when its attention to all key blocks is done."""
 
+    kernel: Any  # the `Forward`
+    operands: ForwardOperands
     sequences: Dense | Ragged | MultiSequence
-    segment: Segment  # what its cluster works on
+    segment: Segment  # what the cluster works on
     tile: Tile  # the CTA's own tile
-
-
-class ForwardEpilogue(AttentionKernel):
-    """Base of the forward kernel: its epilogues."""
-
-    config: ForwardConfig
-    schedule_type: type
+    slab: Int32  # this warpgroup's 64 rows among those of the sequence
+    thread_idx: Int32  # of the CTA
+    attention: Attention
+    out: SlabStore
+    sinks: tuple | None  # of this thread's rows
 
     @cute.jit
-    def mark(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        work: TileContext,
-        thread_idx,
-        sinks: tuple | None,
-    ):
-        """Mark this thread's finished rows whose fixed row max was too far off."""
-        has_sinks = sinks is not None
-        if attention.may_have_failed(has_sinks):
-            warp = self.warp_of_tile(thread_idx)
-            number = self.number_of(operands, work)
-            operands.marks.add(attention.failed_rows(has_sinks), number, warp)
-
-    @cute.jit
-    def finish_tile(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-    ):
-        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
-        if cutlass.const_expr(self.stores_rows):
-            self.finish_rows(operands, attention, sinks, work, lambda r: True)
+    def finish(self, parts: PartMerge | None, number: Int32 | None):
+        """Finish the tile; of a part of a tile, `number` is what `parts` gave."""
+        kernel = self.kernel
+        if cutlass.const_expr(kernel.schedule_type.splits):
+            if self.segment.part.num_parts > 1:
+                self.finish_part(parts, number)
+            else:
+                self.finish_whole()
+        elif cutlass.const_expr(kernel.is_recompute):
+            self.finish_marked()
+        elif cutlass.const_expr(kernel.packs_sequences):
+            self.finish_shared()
         else:
-            sequences, segment, tile = work
+            self.finish_whole()
+
+    @cute.jit
+    def finish_part(self, parts: PartMerge, number: Int32):
+        """Finish a part of a tile; the last one writes the tile."""
+        attention, kernel = self.attention, self.kernel
+        lse = attention.finish()
+        if cutlass.const_expr(kernel.config.fixed_reference):
+            self.mark(has_sinks=False)
+        rows = attention.rules.coords, self.places(), self.are_queries()
+        free = kernel.registers[1] - OTHER_REGISTERS
+        parts.finish(attention.regs.acc_O, lse, number, *rows, self.sinks, free)
+
+    @cute.jit
+    def finish_whole(self):
+        """Finish a tile, and mark rows whose fixed row max was too far off."""
+        self.finish_tile()
+        if cutlass.const_expr(self.kernel.config.fixed_reference):
+            self.mark(has_sinks=self.sinks is not None)
+
+    @cute.jit
+    def mark(self, has_sinks: cutlass.Constexpr):
+        """Mark this thread's finished rows whose fixed row max was too far off."""
+        attention = self.attention
+        if attention.may_have_failed(has_sinks):
+            warp, number = self.warp(), self.number()
+            self.operands.marks.add(attention.failed_rows(has_sinks), number, warp)
+
+    @cute.jit
+    def finish_tile(self):
+        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
+        if cutlass.const_expr(self.kernel.stores_rows):
+            self.finish_rows(lambda r: True)
+        else:
+            sequences, segment, tile = self.sequences, self.segment, self.tile
+            attention, operands = self.attention, self.operands
             acc_O, coords = attention.regs.acc_O, attention.rules.coords
-            lse = attention.finish(sinks)
-            out.store(acc_O, slab, tile.head, sequences.queries(segment))
+            lse = attention.finish(self.sinks)
+            self.out.store(acc_O, self.slab, tile.head, sequences.queries(segment))
             if operands.lse.is_wanted():
                 for r in cutlass.range_constexpr(cute.size(lse)):
                     row = coords.query(r)
@@ -130,99 +148,72 @@ class ForwardEpilogue(AttentionKernel):
                             operands.lse.tensor, sequences.place(tile, segment, row), lse[r], coords
                         )
 
-    @property
-    def stores_rows(self) -> bool:
-        """Whether each thread stores its rows of O, since shared memory has no room for them."""
-        return self.spec.is_fp8 and not self.config.own_o
-
     @cute.jit
-    def finish_recompute(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-        thread_idx,
-    ):
+    def finish_marked(self):
         """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
-        number, warp = self.number_of(operands, work), self.warp_of_tile(thread_idx)
-        of_group = operands.marks.rows_of_group(number, warp // WARPS * WARPS)
+        number, warp, marks = self.number(), self.warp(), self.operands.marks
+        of_group = marks.rows_of_group(number, warp // WARPS * WARPS)
         own = Int32(0)
         is_whole = Boolean(True)
         for i in cutlass.range_constexpr(WARPS):
             own = of_group[i] if warp % WARPS == i else own
             is_whole = is_whole and of_group[i] == ALL_ROWS
         # Clear the marks only after all warps of the group have read them.
-        out.meet()
-        operands.marks.wipe_out(number, warp)
+        self.out.meet()
+        marks.wipe_out(number, warp)
         if is_whole:
-            self.finish_tile(operands, attention, out, sinks, work, slab)
+            self.finish_tile()
         else:
-            self.finish_rows(operands, attention, sinks, work, lambda r: (own & bit_of_row(r)) != 0)
+            self.finish_rows(lambda r: (own & bit_of_row(r)) != 0)
 
     @cute.jit
-    def finish_shared(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-        half,
-    ):
+    def finish_shared(self):
         """Finish a tile with rows of several sequences: write those that are used, and mark those
         that are not finite, since what another sequence holds may be why."""
-        rows = attention.rules.mask.rows
-        if attention.rules.sequence.is_whole(half):
-            self.finish_tile(operands, attention, out, sinks, work, slab)
+        rules, marks = self.attention.rules, self.operands.marks
+        rows = rules.mask.rows
+        if rules.sequence.is_whole(self.out.group):
+            self.finish_tile()
         else:
-            self.finish_rows(operands, attention, sinks, work, lambda r: rows[r].is_used)
+            self.finish_rows(lambda r: rows[r].is_used)
         for r in cutlass.range_constexpr(2):
             # A sequence has marks for one tile, which is enough where `max_seqlen_q` holds.
-            has_place = rows[r].is_used and rows[r].query < self.config.tile_m
-            if has_place and not attention.is_finite(r):
-                number = rows[r].batch * operands.marks.order.heads.value + work.tile.head
-                operands.marks.add_row(number, rows[r].query)
+            has_place = rows[r].is_used and rows[r].query < self.kernel.config.tile_m
+            if has_place and not self.attention.is_finite(r):
+                number = rows[r].batch * marks.order.heads.value + self.tile.head
+                marks.add_row(number, rows[r].query)
 
     @cute.jit
-    def finish_rows(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        sinks: tuple | None,
-        work: TileContext,
-        is_wanted: cutlass.Constexpr,  # (r) -> whether this thread's row r is to be written
-    ):
-        """Finish a tile some of whose rows are to stay as they are."""
-        acc_O, rules = attention.regs.acc_O, attention.rules
-        lse = attention.finish(sinks)
+    def finish_rows(self, is_wanted: cutlass.Constexpr):
+        """Finish a tile; write this thread's row r if `is_wanted(r)`."""
+        acc_O, rules = self.attention.regs.acc_O, self.attention.rules
+        lse = self.attention.finish(self.sinks)
         is_written = tuple(
-            is_wanted(r) and is_query for r, is_query in enumerate(self.are_queries(rules))
+            is_wanted(r) and is_query for r, is_query in enumerate(self.are_queries())
         )
-        operands.rows.store(acc_O, lse, rules.coords, self.places(work, rules.coords), is_written)
+        self.operands.rows.store(acc_O, lse, rules.coords, self.places(), is_written)
 
-    def places(self, work: TileContext, coords: ScoreCoords) -> tuple:
+    def places(self) -> tuple:
         """Where this thread's rows of a tile are in the output."""
-        queries = (coords.query(r) for r in range(2))
-        return tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
+        queries = (self.attention.rules.coords.query(r) for r in range(2))
+        return tuple(self.sequences.place(self.tile, self.segment, row) for row in queries)
 
-    def are_queries(self, rules: ScorePipeline) -> tuple:
+    def are_queries(self) -> tuple:
         """Which of this thread's rows of a tile are queries."""
+        rules = self.attention.rules
         return tuple(rules.coords.query(r) < rules.sequence.seqlen_q for r in range(2))
 
-    def warp_of_tile(self, thread_idx):
+    def warp(self):
         """This warp's index among the consumer warps of a CTA."""
-        return cute.arch.make_warp_uniform(thread_idx // WARP - WARPS)
+        return warp_of_tile(self.thread_idx)
 
-    def warp_of_cluster(self, rank, thread_idx):
-        """This warp's index among the consumer warps of a cluster."""
-        return rank * self.config.consumers * WARPS + self.warp_of_tile(thread_idx)
-
-    def number_of(self, operands: ForwardOperands, work: TileContext):
+    def number(self):
         """The number of the CTA's tile among the marks."""
-        if self.schedule_type.is_ragged:
-            return work.segment.number
-        return operands.marks.order.index(work.tile)
+        if self.kernel.schedule_type.is_ragged:
+            return self.segment.number
+        return self.operands.marks.order.index(self.tile)
+
+
+def warp_of_tile(thread_idx):
+    """This warp's index among the consumer warps of a CTA."""
+    return cute.arch.make_warp_uniform(thread_idx // WARP - WARPS)

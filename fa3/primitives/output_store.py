@@ -11,8 +11,8 @@ no deadlock. Parts are added in slot order, so the result's bits do not depend o
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -218,6 +218,9 @@ class PartMerge:
     counters: cute.Tensor
     warps: int  # warps that share a tile
     rows: RowStore  # stores merged rows
+    # part, warp: this CTA's part of a tile, and this warp among the tile's warps, in `at`.
+    part: Any = None
+    warp: Int32 | None = None
 
     @classmethod
     def of(
@@ -236,46 +239,47 @@ class PartMerge:
         )
         return cls(cute.make_tensor(buffer.iterator.align(16), layout), counters, warps, row_store)
 
+    def at(self, part, warp: Int32) -> "PartMerge":
+        """The merge for one warp of a part of a tile."""
+        return replace(self, part=part, warp=warp)
+
     @cute.jit
-    def take_number(self, part, warp: Int32) -> Int32:
+    def take_number(self) -> Int32:
         """Take a number when the part is nearly done: how many warps came before. Lane 0 has it."""
         number = Int32(0)
-        if part.num_parts > 1 and cute.arch.lane_idx() == 0:
-            number = cute.arch.atomic_add(
-                self.counter(part, warp), Int32(HAS_COME), sem="relaxed", scope="gpu"
-            )
+        if self.part.num_parts > 1 and cute.arch.lane_idx() == 0:
+            number = cute.arch.atomic_add(self.counter, Int32(HAS_COME), sem="relaxed", scope="gpu")
         return number
 
-    def counter(self, part, warp: Int32) -> cute.Pointer:
-        return self.counters.iterator + (part.first_slot * self.warps + warp)
+    @property
+    def counter(self) -> cute.Pointer:
+        return self.counters.iterator + (self.part.first_slot * self.warps + self.warp)
 
     @cute.jit
     def finish(
         self,
         acc_O: cute.Tensor,  # the part's accumulator, divided by its own row sums
         lse: cute.Tensor,  # its rows' log-sum-exps
-        coords: ScoreCoords,
-        part,
-        warp: Int32,  # this warp's index among the tile's warps
         number: Int32,  # what `take_number` returned
-        # places, is_written: of `RowStore.store`.
+        # coords, places, is_written: of `RowStore.store`.
+        coords: ScoreCoords,
         places: tuple,
         is_written: tuple,
         sinks: tuple | None,  # the rows' sink logits in base 2
         registers: cutlass.Constexpr,  # registers a thread that parts may take
     ):
         """Write this part to memory; if it is the last one, merge the tile and write its rows."""
-        if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < part.num_parts - 1:
-            self.leave(acc_O, lse, part, warp)
+        if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < self.part.num_parts - 1:
+            self.leave(acc_O, lse)
         else:
-            self.await_others(part, warp)
-            merged_lse = self.merge(acc_O, lse, part, warp, sinks, registers)
+            self.await_others()
+            merged_lse = self.merge(acc_O, lse, sinks, registers)
             self.rows.store(acc_O, merged_lse, coords, places, is_written)
 
     @cute.jit
-    def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, part, warp: Int32):
+    def leave(self, acc_O: cute.Tensor, lse: cute.Tensor):
         """Write a part to memory, then count it as written."""
-        lane = cute.arch.lane_idx()
+        lane, warp, part = cute.arch.lane_idx(), self.warp, self.part
         vectors = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(FLOATS))
         count = cute.size(vectors, mode=[1])
         for i in cutlass.range_constexpr(count):
@@ -287,15 +291,13 @@ class PartMerge:
         cute.autovec_copy(log_sums, self.parts[None, lane, count, warp, part.slot])
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.atomic_add(
-                self.counter(part, warp), Int32(HAS_LEFT), sem="release", scope="gpu"
-            )
+            cute.arch.atomic_add(self.counter, Int32(HAS_LEFT), sem="release", scope="gpu")
 
     @cute.jit
-    def await_others(self, part, warp: Int32):
+    def await_others(self):
         """Wait until all other parts are in memory, then reset their counter."""
-        counter, count = self.counter(part, warp), Int32(0)
-        while count // HAS_LEFT < part.num_parts - 1:
+        counter, count, others = self.counter, Int32(0), self.part.num_parts - 1
+        while count // HAS_LEFT < others:
             count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -306,8 +308,6 @@ class PartMerge:
         self,
         acc_O: cute.Tensor,
         lse: cute.Tensor,
-        part,
-        warp: Int32,
         sinks: tuple | None,
         registers: cutlass.Constexpr,
     ) -> cute.Tensor:
@@ -318,7 +318,7 @@ class PartMerge:
         step = vectors_at_once(vectors, registers)
         for begin in cutlass.range_constexpr(0, vectors, step):
             mine = cute.local_tile(own, (FLOATS, step), (0, begin // step))
-            self.merge_vectors(mine, begin, lse, merged_lse, part, warp, sinks)
+            self.merge_vectors(mine, begin, lse, merged_lse, sinks)
         return merged_lse
 
     @cute.jit
@@ -328,12 +328,10 @@ class PartMerge:
         begin: cutlass.Constexpr,
         lse: cute.Tensor,
         merged_lse: cute.Tensor,
-        part,
-        warp: Int32,
         sinks: tuple | None,
     ):
         """Merge all parts' vectors from `begin` on into `own`, which holds this part's."""
-        lane = cute.arch.lane_idx()
+        lane, warp, part = cute.arch.lane_idx(), self.warp, self.part
         rows = range(ROWS_OF_THREAD)
         # For each row: the largest base-2 log-sum-exp so far, and the sum of exp2(lse - largest).
         maximum, total = (cute.make_rmem_tensor(ROWS_OF_THREAD, Float32) for _ in range(2))
