@@ -68,7 +68,7 @@ from fa3.primitives.cache_blocks import (
 )
 from fa3.primitives.fp8_blocks import CacheConverter, convert_rows, rewriter_states
 from fa3.primitives.fragments import as_rows_and_columns, convert
-from fa3.primitives.output_store import HAS_COME, HAS_LEFT, RowLse, shared_by
+from fa3.primitives.output_store import PartCounter, RowLse, shared_by
 from fa3.primitives.packed_rows import (
     PackedCoords,
     Workspace,
@@ -355,7 +355,7 @@ class Decode(DecodeMemory):
                     TmaBlocks(cache, buffer, page_table, self.box, policy, is_early=True)
                     for cache, buffer in ((operands.k, smem.loaded_k), (operands.v, smem.loaded_v))
                 )
-                prefetch_k, prefetch_v = blocks_k.prefetcher(keys), blocks_v.prefetcher(keys)
+                prefetch_k, prefetch_v = blocks_k.loader(keys), blocks_v.loader(keys)
                 begin, last = walk.lengths.blocks_at(walk, cursor)
                 for i in cutlass.range(cutlass.min(last - begin + 1, EARLY_BLOCKS)):
                     place = blocks_k.find(last - i, keys)
@@ -450,7 +450,7 @@ class Decode(DecodeMemory):
             k_state, v_state = attention.rest(blocks, k_state, v_state)
             number = Int32(0)
             if cutlass.const_expr(self.may_merge):
-                number = self.take_number(operands, segment, thread)
+                number = self.take_number(operands.counters, segment, thread)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
@@ -459,10 +459,12 @@ class Decode(DecodeMemory):
                 consumer_barrier().arrive_and_wait()
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
             queries = walk.lengths.queries(length)
-            self.store(operands, workspace, segment, attention, sinks, queries)
-            if cutlass.const_expr(self.may_merge):
-                of_part = segment, smem.number, number
-                self.hand_over(operands, workspace, *of_part, sinks, queries)
+            rows = operands.o, operands.lse, sinks, queries
+            self.store(workspace, segment, attention, rows)
+            if cutlass.const_expr(self.may_merge):  # noqa: SIM102, joined both would be traced
+                if self.merges(operands.counters, segment):
+                    counter = self.counter(operands.counters, segment)
+                    self.hand_over(counter, smem.number, number, workspace, segment, rows)
             cursor = following
 
     @cute.jit
@@ -499,28 +501,23 @@ class Decode(DecodeMemory):
 
     # ------------------------------------------------------------------------------ epilogue
 
+    # Below, `rows` says where rows of a tile go: O, log-sum-exps, sinks, and queries as in
+    # `fa3.primitives.packed_rows`.
+
     @cute.jit
-    def store(
-        self,
-        operands: DecodeOperands,
-        workspace,
-        segment: Segment,
-        attention: Attention,
-        sinks,
-        queries: tuple,
-    ):
+    def store(self, workspace, segment: Segment, attention: Attention, rows: tuple):
         """Write the segment's rows: to O if it is a whole tile, else to the workspace as a part."""
         part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
             if part.num_parts == 1:
-                self.store_rows(operands, attention, sinks, queries)
+                self.store_rows(attention, rows)
             else:
                 lse = attention.finish()
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
             if cutlass.const_expr(self.cut_type is not CtaGroups):
-                self.record(workspace, segment, queries)
+                self.record(workspace, segment, rows[-1])
         else:
-            self.store_rows(operands, attention, sinks, queries)
+            self.store_rows(attention, rows)
 
     @cute.jit
     def record(self, workspace: Workspace, segment: Segment, queries: tuple):
@@ -534,64 +531,56 @@ class Decode(DecodeMemory):
                 workspace.records[part.record, i] = of_tile[i]
 
     @cute.jit
-    def store_rows(self, operands: DecodeOperands, attention: Attention, sinks, queries: tuple):
+    def store_rows(self, attention: Attention, rows: tuple):
         """Finish the rows of a whole tile; write O and the log-sum-exps."""
         acc_O, rules = attention.regs.acc_O, attention.rules
+        out, row_lse, sinks, queries = rows
         lse = attention.finish(rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
         convert(acc_O, converted)
-        out, row_lse = operands.o, operands.lse
         store_rows(as_rows_and_columns(converted), lse, out, row_lse, rules.coords, queries)
 
     # --------------------------------------------------------------------------------- merge
 
-    def merges(self, operands: DecodeOperands, segment: Segment):
+    def merges(self, counters, segment: Segment):
         """Whether a segment is a part of a tile, and this kernel merges these."""
         is_part = segment.part.num_parts > 1
-        return is_part if self.cut_type is CtaGroups else is_part & (operands.counters != 0)
+        return is_part if self.cut_type is CtaGroups else is_part & (counters != 0)
 
-    def counter(self, operands: DecodeOperands, segment: Segment) -> cute.Pointer:
-        first = cute.make_ptr(Int32, operands.counters, cute.AddressSpace.gmem, assumed_align=4)
-        return first + segment.part.first_slot
+    def counter(self, counters: Int64, segment: Segment) -> PartCounter:
+        first = cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4)
+        return PartCounter(first + segment.part.first_slot, segment.part.num_parts - 1)
 
     @cute.jit
-    def take_number(self, operands: DecodeOperands, segment: Segment, thread) -> Int32:
+    def take_number(self, counters: Int64, segment: Segment, thread) -> Int32:
         """Count a part that is nearly done: how many of its tile came before. Thread 0 has it."""
         number = Int32(0)
-        if thread == 0 and self.merges(operands, segment):
-            number = cute.arch.atomic_add(
-                self.counter(operands, segment), Int32(HAS_COME), sem="relaxed", scope="gpu"
-            )
+        if thread == 0 and self.merges(counters, segment):
+            number = self.counter(counters, segment).take_number()
         return number
 
     @cute.jit
     def hand_over(
         self,
-        operands: DecodeOperands,
-        workspace: Workspace,
-        segment: Segment,
+        counter: PartCounter,
         sNumber: cute.Tensor,
         number: Int32,
-        sinks,
-        queries: tuple,
+        workspace: Workspace,
+        segment: Segment,
+        rows: tuple,
     ):
         """Count a part as written; the CTA with the last number waits for the others, and merges.
         The others have come, so they run, and until they have left they wait for no CTA."""
-        if self.merges(operands, segment):
-            thread, _, _ = cute.arch.thread_idx()
-            counter, others = self.counter(operands, segment), segment.part.num_parts - 1
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            sNumber[0] = number
+        consumer_barrier().arrive_and_wait()
+        if not counter.is_last(sNumber[0]):
             if thread == 0:
-                sNumber[0] = number
+                counter.leave()
+        else:
+            if thread == 0:
+                counter.await_others()
+                counter.reset()
             consumer_barrier().arrive_and_wait()
-            if sNumber[0] % HAS_LEFT < others:
-                if thread == 0:
-                    cute.arch.atomic_add(counter, Int32(HAS_LEFT), sem="release", scope="gpu")
-            else:
-                if thread == 0:
-                    count = Int32(0)
-                    while count // HAS_LEFT < others:
-                        count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-                    cute.arch.store(counter, Int32(0), sem="relaxed", scope="gpu")
-                consumer_barrier().arrive_and_wait()
-                rows = operands.o, operands.lse, sinks, queries
-                merge_parts(workspace, segment, self.qhead_per_kvhead, thread, *rows)
+            merge_parts(workspace, segment, self.qhead_per_kvhead, thread, *rows)

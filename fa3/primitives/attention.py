@@ -120,7 +120,7 @@ class Attention:
 
     def issue_qk(self, k_state) -> cute.Tensor:
         """Start S = Q K^T into a fresh accumulator: an old one would stay live as an input."""
-        acc_S = cute.make_rmem_tensor(self.mmas.shape_S(self.rules.coords.tile_n), Float32)
+        acc_S = cute.make_rmem_tensor(self.mmas.shape_S(self.rules.coords.width), Float32)
         k = self.regs.k[None, None, None, k_state.index]
         wgmma.issue(self.mmas.qk.op, acc_S, self.q, k, accumulate=False)
         return acc_S

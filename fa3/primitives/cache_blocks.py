@@ -172,36 +172,28 @@ class TmaBlocks:
         return from_gmem[None, tile, column, page]
 
     def loader(self, keys: Keys):
-        """A function (place, stage, barrier) that starts to load the block at `find`'s place."""
+        """A function (place, stage, barrier) that starts to load the block at `find`'s place.
+        Without a stage and a barrier it prefetches the block into L2."""
         to_smem, from_gmem = self.partition(keys)
 
         @cute.jit
-        def load(place, stage, barrier):
+        def load(place, stage=None, barrier=None):
             for i in cutlass.range(self.boxes, unroll=self.copies_at_once):
                 tile, page = self.on_page(place, i)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
-                    cute.copy(
-                        self.tma.atom,
-                        self.box_of(from_gmem, tile, column, page),
-                        to_smem[None, i, column, stage],
-                        tma_bar_ptr=barrier,
-                        cache_policy=self.policy,
-                    )
+                    box = self.box_of(from_gmem, tile, column, page)
+                    if cutlass.const_expr(stage is None):
+                        cute.prefetch(self.tma.atom, box)
+                    else:
+                        cute.copy(
+                            self.tma.atom,
+                            box,
+                            to_smem[None, i, column, stage],
+                            tma_bar_ptr=barrier,
+                            cache_policy=self.policy,
+                        )
 
         return load
-
-    def prefetcher(self, keys: Keys):
-        """A function (place) that prefetches the block at `find`'s place into L2."""
-        to_smem, from_gmem = self.partition(keys)
-
-        @cute.jit
-        def prefetch(place):
-            for i in cutlass.range(self.boxes, unroll=self.copies_at_once):
-                tile, page = self.on_page(place, i)
-                for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
-                    cute.prefetch(self.tma.atom, self.box_of(from_gmem, tile, column, page))
-
-        return prefetch
 
     @property
     def boxes(self) -> int:

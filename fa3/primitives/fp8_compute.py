@@ -60,7 +60,7 @@ class Fp8Attention(Attention):
     def overlaps(self) -> bool:
         """Whether P V runs under the softmax of the next block. At head size 256 it does not:
         ptxas would let WGMMAs wait for each other, for lack of registers."""
-        return self.rules.coords.tile_n // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
+        return self.rules.coords.width // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
 
     def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool) -> tuple:
         """Raise the softmax's references; return what O is to be multiplied by."""
@@ -104,7 +104,7 @@ class TwoLevelAttention(Fp8Attention):
     @property
     def overlaps(self) -> bool:
         """Whether P V runs under the softmax of the next block."""
-        return pv_overlaps(self.rules.coords.tile_n, 2 * cute.size(self.regs.acc_O))
+        return pv_overlaps(self.rules.coords.width, 2 * cute.size(self.regs.acc_O))
 
     @property
     def parts(self) -> int:

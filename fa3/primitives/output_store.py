@@ -196,6 +196,36 @@ HAS_COME, HAS_LEFT = 1, 1 << 16
 """A warp adds the first to its counter to take a number, the second when its part is written."""
 
 
+class PartCounter(NamedTuple):
+    """Counts who has come to write parts of a tile, and who has left after that."""
+
+    place: cute.Pointer  # int32, zero before a launch and after it
+    others: Int32  # parts of the tile besides this one
+
+    def take_number(self) -> Int32:
+        """Count a part that is nearly done; return how many came before. One thread calls this."""
+        return cute.arch.atomic_add(self.place, Int32(HAS_COME), sem="relaxed", scope="gpu")
+
+    def is_last(self, number: Int32) -> Boolean:
+        """Whether the part with this number is the last one."""
+        return number % HAS_LEFT >= self.others
+
+    def leave(self):
+        """Count a part as written. One thread calls this."""
+        cute.arch.atomic_add(self.place, Int32(HAS_LEFT), sem="release", scope="gpu")
+
+    @cute.jit
+    def await_others(self):
+        """Wait until all other parts are in memory."""
+        count = Int32(0)
+        while count // HAS_LEFT < self.others:
+            count = cute.arch.load(self.place, Int32, sem="acquire", scope="gpu")
+
+    def reset(self):
+        """Leave the counter as it was before the launch. One thread calls this."""
+        cute.arch.store(self.place, Int32(0), sem="relaxed", scope="gpu")
+
+
 def numbers_of_parts(num_slots: int, rows: int, columns: int) -> int:
     """float32 numbers in the buffer of all parts."""
     return num_slots * (rows // ROWS_OF_WARP) * (vectors_of(columns) + 1) * WARP * FLOATS
@@ -248,12 +278,13 @@ class PartMerge:
         """Take a number when the part is nearly done: how many warps came before. Lane 0 has it."""
         number = Int32(0)
         if self.part.num_parts > 1 and cute.arch.lane_idx() == 0:
-            number = cute.arch.atomic_add(self.counter, Int32(HAS_COME), sem="relaxed", scope="gpu")
+            number = self.counter.take_number()
         return number
 
     @property
-    def counter(self) -> cute.Pointer:
-        return self.counters.iterator + (self.part.first_slot * self.warps + self.warp)
+    def counter(self) -> PartCounter:
+        place = self.counters.iterator + (self.part.first_slot * self.warps + self.warp)
+        return PartCounter(place, self.part.num_parts - 1)
 
     @cute.jit
     def finish(
@@ -269,10 +300,13 @@ class PartMerge:
         registers: cutlass.Constexpr,  # registers a thread that parts may take
     ):
         """Write this part to memory; if it is the last one, merge the tile and write its rows."""
-        if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < self.part.num_parts - 1:
+        if not self.counter.is_last(cute.arch.shuffle_sync(number, 0)):
             self.leave(acc_O, lse)
         else:
-            self.await_others()
+            self.counter.await_others()
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                self.counter.reset()
             merged_lse = self.merge(acc_O, lse, sinks, registers)
             self.rows.store(acc_O, merged_lse, coords, places, is_written)
 
@@ -291,17 +325,7 @@ class PartMerge:
         cute.autovec_copy(log_sums, self.parts[None, lane, count, warp, part.slot])
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.atomic_add(self.counter, Int32(HAS_LEFT), sem="release", scope="gpu")
-
-    @cute.jit
-    def await_others(self):
-        """Wait until all other parts are in memory, then reset their counter."""
-        counter, count, others = self.counter, Int32(0), self.part.num_parts - 1
-        while count // HAS_LEFT < others:
-            count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.store(counter, Int32(0), sem="relaxed", scope="gpu")
+            self.counter.leave()
 
     @cute.jit
     def merge(
