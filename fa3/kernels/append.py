@@ -1,4 +1,6 @@
-"""Append new keys and values to a cache; apply the rotary embedding to new keys and to queries.
+"""Append new keys and values to a cache, with or without a rotary embedding.
+
+The embedding turns new keys and queries.
 
 `fa3.calls.prepare` launches it before the attention kernel, which reads the cache, the new
 lengths and the rotated queries. Each thread makes one 16-byte vector: it finds its row (one head of
@@ -160,7 +162,7 @@ class NewTokens(NamedTuple):
 
     @cute.jit
     def place(self, sequence, nth) -> tuple:
-        """Two indices of a sequence's nth new token in the cache, and whether it has room there."""
+        """Where a sequence's nth new token goes: two indices, and whether there is room."""
         cache, page_table, seqlen = self.call.k_cache, self.call.page_table, self.seqlen(sequence)
         is_kept = nth >= 0 and nth < self.count(sequence, self.capacity - seqlen)
         position, row = seqlen + nth, sequence
@@ -301,7 +303,8 @@ class Append(KernelBase):
         position: Int32,
         scale: Float32 | None = None,
     ):
-        """Copy one vector of a row; rotate it if there are tables, and divide it if to FP8."""
+        """Copy one vector of a row.
+        It is rotated if there are tables, and divided by a scale for FP8."""
         values = cute.make_rmem_tensor(VECTOR, source.element_type)
         cute.autovec_copy(vector_of(source, vector), values)
         if cutlass.const_expr(tables is not None):
@@ -357,7 +360,8 @@ def rotate_halves(
     vector: Int32,
     half: cutlass.Constexpr,
 ):
-    """Rotate a vector of one half of a row's first 2 * `half` columns with its partner's vector."""
+    """Rotate a vector with its partner, in the other half of the columns.
+    The halves are of a row's first 2 * `half` columns."""
     is_first = vector * VECTOR < half
     steps = half // VECTOR
     angle = vector if is_first else vector - steps

@@ -227,7 +227,9 @@ class FusedPrePostprocess(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvertDq:
-    """Converts pieces of dQ, for one warp: scales the accumulator and writes rows in 16 bits.
+    """Converts pieces of dQ, for one warp.
+
+    It scales the accumulator and writes rows in 16 bits.
 
     The accumulator is as the dQ warpgroup held it: a lane's quad is two neighbouring columns of two
     rows, 8 apart. Four lanes exchange, so that each has 8 columns of a row and writes them at once.
@@ -315,7 +317,8 @@ class ConvertDq:
                 cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(QUAD)))
 
     def words(self, values: cute.Tensor) -> cute.Tensor:
-        """A lane's elements of 16 rows, scaled and in 16 bits: a word for each row of a quad."""
+        """A lane's elements of 16 rows, scaled and in 16 bits.
+        There is a word for each row of a quad."""
         scaled = cute.make_rmem_tensor((QUAD, self.pieces.quads), Float32)
         scaled.store(values.load() * self.scale)
         rounded = cute.make_rmem_tensor_like(scaled, self.dq.element_type)
@@ -325,7 +328,8 @@ class ConvertDq:
 
 @cute.jit
 def four_columns(words: cute.Tensor, quad: cutlass.Constexpr, is_lower) -> tuple[Uint32, Uint32]:
-    """Four columns of a row, from this lane and the next; the second of two has the lower row."""
+    """Four columns of a row, from this lane and the next.
+    The second of the two lanes has the lower row."""
     upper, lower = words[2 * quad], words[2 * quad + 1]
     kept, sent = (lower if is_lower else upper), (upper if is_lower else lower)
     received = cute.arch.shuffle_sync_bfly(sent, offset=1)

@@ -1,4 +1,4 @@
-"""The roles of a CTA of the backward kernel: each is a loop over the CTA's key tiles.
+"""The roles of a CTA of the backward kernel, loops over its key tiles.
 
 All roles find a key tile, its query heads and their query blocks in the same way. What a role does
 with a query block is in `fa3.primitives`.
@@ -122,7 +122,7 @@ class KeyTile(NamedTuple):
 
 
 class QueryHead(NamedTuple):
-    """A query head of a key tile, with its mask and the query blocks that the CTA visits."""
+    """A query head of a key tile: its mask, and query blocks to visit."""
 
     head: Int32
     mask: object
@@ -218,7 +218,7 @@ class BackwardRoles:
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def semaphore(self, tile: KeyTile, mask) -> DqSemaphore:
-        """The semaphores of a fixed order, for a key tile and the mask of a query head."""
+        """The semaphores of a key tile and a query head in a fixed order."""
         segment, m_block, step = tile.segment, tile.segment.tile.m_block, self.kernel.accumulators
         last = self.num_key_tiles(segment) - 1
         n_block = tile.work.n_block + step
@@ -296,7 +296,7 @@ class BackwardRoles:
 
     @cute.jit
     def reduce_dq(self):
-        """Add each piece of dQ to the accumulator; signal each key tile that has added all."""
+        """Add each piece of dQ to the accumulator, and signal finished key tiles."""
         config, schedule, tensors = self.config, self.schedule, self.tensors
         user = pipeline.PipelineUserType
         state = pipeline.make_pipeline_state(user.Consumer, self.kernel.pieces.in_flight)
@@ -321,7 +321,8 @@ class BackwardRoles:
 
     @cute.jit
     def signal_blocks(self):
-        """In a fixed order: let the next key tile add to a query block after this tile has."""
+        """Signal each query block to which this key tile has added, in a fixed order.
+        Then the next key tile may add to it."""
         schedule, pipelines, stages = self.schedule, self.pipelines, self.config.stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
         cursor = schedule.begin(self.cursor)
@@ -342,7 +343,8 @@ class BackwardRoles:
 
     @cute.jit
     def mma(self, softmax_scale: Float32):
-        """Compute this warpgroup's part of dK and dV of each tile, and of dS; then convert dQ."""
+        """Compute this warpgroup's part of dK, dV and dS of each tile.
+        After the last tile it converts dQ."""
         kernel, config, schedule = self.kernel, self.config, self.schedule
         tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
         thread_idx, _, _ = cute.arch.thread_idx()
@@ -409,7 +411,8 @@ class BackwardRoles:
 
     @cute.jit
     def compute_dq(self):
-        """Compute dQ of each block; store dK and dV of each tile, and release V and K."""
+        """Compute dQ of each block; store dK and dV of each tile.
+        One warp stores, and then releases V and K."""
         config, schedule, pipelines = self.config, self.schedule, self.pipelines
         sequences = self.sequences
         thread_idx, _, _ = cute.arch.thread_idx()
@@ -465,8 +468,9 @@ def score_coords(
 
 @cute.jit
 def visited_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks:
-    """Query blocks that see keys of a tile; all are masked where the keys end.
-    A block in which the queries end needs no mask for that: its rows' statistics hide them."""
+    """Query blocks that see keys of a tile.
+    All are masked where the keys end. A block in which the queries end needs no mask for that: its
+    rows' statistics hide them."""
     config = kernel.config
     begin = n_block * config.tile_n
     blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)

@@ -266,7 +266,7 @@ class Combine(KernelBase):
 
     @cute.jit
     def add_groups(self, exchange: Exchange, sums: Sums, group, share):
-        """Add up the sums of all groups that share a row; this group is the first of them."""
+        """Add up the sums of all groups that share a row, in the first one."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES
         scalars = cute.make_rmem_tensor((2, GROUPS), Float32)

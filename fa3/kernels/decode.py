@@ -240,10 +240,10 @@ class Decode(DecodeMemory):
                 cute.arch.griddepcontrol_launch_dependents()
                 capacity, seqlen_q, window, num_m_blocks, _, *rest = sizes
                 count = cute.arch.make_warp_uniform(operands.table[CTAS_BESIDE])
-                own = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), *rest
+                fewer = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), *rest
                 cta, _, _ = cute.arch.block_idx()
                 if cta < count:
-                    self.attend((*call[:-1], own))
+                    self.attend((*call[:-1], fewer))
                 elif cute.arch.thread_idx()[0] == 0:
                     workspace.clear_record(cta)
             else:
@@ -257,7 +257,8 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def attend(self, call: tuple, role: cutlass.Constexpr = None):
-        """Find this CTA's piece, and do a role's share of it; without a role, by the warp."""
+        """Find this CTA's piece, and do a role's share of it.
+        Without a role, the warp decides."""
         operands, workspace, smem, pipelines, softmax_scale, cut, sizes = call
         walk = self.find_walk(operands, cut, sizes, is_early=False)
         if cutlass.const_expr(self.cache.is_full):
@@ -439,8 +440,8 @@ class Decode(DecodeMemory):
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
-            given = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong()
-            attention = kind(*given, scale_v=scale_v)
+            fields = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong()
+            attention = kind(*fields, scale_v=scale_v)
 
             blocks = self.key_blocks(tile, sequence)
             # The producer loads what any query of the sequence touches, this tile or not.
@@ -474,8 +475,8 @@ class Decode(DecodeMemory):
             workspace.clear_record(walk.crew.cta)
 
     def key_blocks(self, tile: Tile, sequence: Sequence) -> Blocks:
-        """Key blocks that the rows of one tile touch, of all heads, by the spec's mask, whose band
-        alone has ranges. What a mask of the user's has may differ by head."""
+        """Key blocks that the rows of one tile touch, of all heads.
+        By the band of the spec's mask: ranges of a user's mask may differ by head."""
         ratio, row = self.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
         return self.spec.mask.key_blocks(first, last - first + 1, TILE_N, sequence)
@@ -492,7 +493,8 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def clear_past_end(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
-        """Zero the rows of V past the end of the sequence: P is 0 there, but 0 * NaN is not."""
+        """Zero the rows of V past the end of the sequence.
+        P is 0 there, but 0 * NaN is not."""
         num_keys = attention.rules.sequence.seqlen_k - n_block * TILE_N
         if num_keys < TILE_N:
             attention.wait(attention.pipeline_v, v_state)
@@ -506,7 +508,7 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def store(self, workspace, segment: Segment, attention: Attention, rows: tuple):
-        """Write the segment's rows: to O if it is a whole tile, else to the workspace as a part."""
+        """Write the rows of a whole tile to O, or of a part to the workspace."""
         part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
             if part.num_parts == 1:
@@ -521,7 +523,8 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def record(self, workspace: Workspace, segment: Segment, queries: tuple):
-        """Tell the combine kernel, if there is one, of a tile's parts, from its first segment."""
+        """Tell the combine kernel, if any, of a tile's parts.
+        The CTA with the tile's first segment does it."""
         part = segment.part
         of_tile = (*segment.tile, part.first_slot, part.num_parts)
         if cutlass.const_expr(self.is_packed):
@@ -569,8 +572,9 @@ class Decode(DecodeMemory):
         segment: Segment,
         rows: tuple,
     ):
-        """Count a part as written; the CTA with the last number waits for the others, and merges.
-        The others have come, so they run, and until they have left they wait for no CTA."""
+        """Count a part as written, or merge all parts if this is the last one.
+        The last CTA waits for the others. These have come, so they run, and until they have left
+        they wait for no CTA."""
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             sNumber[0] = number

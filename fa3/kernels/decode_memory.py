@@ -107,7 +107,7 @@ def publish():
 
 @dataclass(frozen=True)
 class DecodeMemory(AttentionKernel):
-    """Fields and shared memory of the decode kernel, for one (spec, config, cache, type of cut).
+    """Fields and shared memory of the decode kernel.
 
     A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
     With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
@@ -138,7 +138,7 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def may_merge(self) -> bool:
-        """Whether the CTA that is last to have a part of a tile can merge them all."""
+        """Whether the last CTA that has a part of a tile can merge all."""
         return self.cut_type is CtaGroups or (
             self.cut_type is StreamK and not self.overlaps_forward
         )

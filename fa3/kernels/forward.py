@@ -200,8 +200,8 @@ class Forward(AttentionKernel):
 
     @property
     def packs_sequences(self) -> bool:
-        """Whether tiles hold rows of several sequences, of which those are marked that what other
-        sequences hold may have reached."""
+        """Whether tiles hold rows of several sequences.
+        Rows that values of other sequences may have reached are marked."""
         return issubclass(self.schedule_type, MultiSequenceTiles)
 
     def batch(self, call: ForwardArguments):
@@ -298,13 +298,13 @@ class Forward(AttentionKernel):
                     self.rewrite(operands, smem, pipelines, sequences, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            given = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
+            context = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
             if cutlass.const_expr(online_max is None):
-                self.mma(*given)
+                self.mma(*context)
             elif online_max == 1:
-                self.following.mma(*given)
+                self.following.mma(*context)
             else:
-                self.mma(*given)
+                self.mma(*context)
         if cutlass.const_expr(overlaps_decode is not None):
             # Who waits for the end of this kernel waits for that of the decode kernel, too.
             cute.arch.griddepcontrol_wait()
@@ -396,7 +396,8 @@ class Forward(AttentionKernel):
         return Tile(m_block * config.cluster_m + rank, head, batch)
 
     def key_blocks(self, mask, segment: Segment, sequence: Sequence) -> Blocks:
-        """Key blocks that any row of the cluster touches: all its CTAs receive the same blocks."""
+        """Key blocks that any row of the cluster touches.
+        All its CTAs receive the same blocks."""
         rows = self.config.tile_m * self.config.cluster_m
         blocks = mask.key_blocks(segment.tile.m_block * rows, rows, self.config.tile_n, sequence)
         if self.schedule_type.splits:
@@ -537,7 +538,7 @@ class Forward(AttentionKernel):
             shown = mask.at(tile.batch, tile.head)
             rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
-            own = self.own_blocks(rules.mask, blocks, slab * ROWS, sequence)
+            touched = self.blocks_of_rows(rules.mask, blocks, slab * ROWS, sequence)
             reference = self.format.reference(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, reference)
             pipelines.q.consumer_wait(q_state)
@@ -545,15 +546,15 @@ class Forward(AttentionKernel):
             dropout = None
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
-            given = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns, dropout, scale_v
-            attention = new_attention(*given)
+            fields = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns
+            attention = new_attention(*fields, dropout, scale_v)
 
-            k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
-            k_state = attention.first(own.end - 1, k_state)
+            k_state, v_state = attention.skip(blocks.end - touched.end, k_state, v_state)
+            k_state = attention.first(touched.end - 1, k_state)
             if cutlass.const_expr(self.cache is not None):
-                self.clear_past_end(attention, smem.v, own.end - 1, v_state, thread, out)
+                self.clear_past_end(attention, smem.v, touched.end - 1, v_state, thread, out)
             started = recorder.now()
-            k_state, v_state = attention.rest(own, k_state, v_state)
+            k_state, v_state = attention.rest(touched, k_state, v_state)
             if cutlass.const_expr(config.own_o or self.stores_rows):
                 pipelines.q.consumer_release(q_state)
             parts = number = None
@@ -565,7 +566,7 @@ class Forward(AttentionKernel):
                 cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.spec.mask.left):
-                below = own.begin - blocks.begin
+                below = touched.begin - blocks.begin
                 k_state, v_state = attention.skip(below, k_state, v_state)
             if cutlass.const_expr(self.skips_before_next):
                 cursor = schedule.next(cursor)
@@ -604,31 +605,33 @@ class Forward(AttentionKernel):
 
     @property
     def skips_before_next(self) -> bool:
-        """Whether `next` waits until the producer has loaded the tile's last blocks, so that a
-        warpgroup must let go of those that it skips before it calls it."""
+        """Whether a warpgroup releases the blocks that it skips before it calls `next`.
+        It must where `next` waits until the producer has loaded the tile's last blocks."""
         return self.spec.mask.left and self.schedule_type.shared_words > 0
 
     @cute.jit
-    def own_blocks(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:
-        """The cluster's blocks that a warpgroup's rows touch; one block if no row is a query."""
+    def blocks_of_rows(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:
+        """The cluster's blocks that a warpgroup's rows touch.
+        One block if no row is a query."""
         tile_n, last_row = self.config.tile_n, sequence.seqlen_q - 1
         first_row = cutlass.min(row_begin, last_row)
-        own = mask.key_blocks(first_row, ROWS, tile_n, sequence)
+        touched = mask.key_blocks(first_row, ROWS, tile_n, sequence)
         if cutlass.const_expr(self.config.fixed_reference and self.spec.mask.right):
             # Mask the block of the first row's last visible key and all later blocks. After them
             # every row has seen a key, so it has a reference.
             _, end = mask.key_range(first_row, sequence)
-            full_end = cutlass.min(own.full_end, cutlass.max(end - 1, 0) // tile_n)
-            own = Blocks(own.begin, cutlass.min(own.full_begin, full_end), full_end, own.end)
+            full_end = cutlass.min(touched.full_end, cutlass.max(end - 1, 0) // tile_n)
+            full_begin = cutlass.min(touched.full_begin, full_end)
+            touched = touched._replace(full_begin=full_begin, full_end=full_end)
         end = blocks.end if row_begin <= last_row else blocks.begin + 1
-        return own.between(blocks.begin, end)
+        return touched.between(blocks.begin, end)
 
     @cute.jit
     def clear_past_end(
         self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread, out: SlabStore
     ):
-        """Zero the rows of V past the end of the sequence, which a cache may have: P is 0 there,
-        but 0 * NaN is not. Every warpgroup does so, since none waits for another."""
+        """Zero the rows of V past the end of the sequence, which a cache may have.
+        P is 0 there, but 0 * NaN is not. Every warpgroup does so: none waits for another."""
         num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
         if num_keys < self.config.tile_n:
             attention.wait(attention.pipeline_v, v_state)

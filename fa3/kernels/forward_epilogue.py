@@ -48,8 +48,9 @@ class ForwardOperands(NamedTuple):
 
 
 class ForwardBuffers(NamedTuple):
-    """The buffers in shared memory, swizzled (rows, columns, count): Q and O count slabs of 64
-    rows, K and V stages. Consumers read k and v, with products in FP8 V^T; TMA loads others."""
+    """The buffers in shared memory, swizzled (rows, columns, count).
+    Q and O count slabs of 64 rows, K and V stages. Consumers read k and v, with products in FP8
+    V^T; TMA loads others."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -74,7 +75,7 @@ class ForwardPipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardEpilogue:
-    """What a consumer warpgroup does with a tile, when its attention to all key blocks is done."""
+    """What a consumer warpgroup does with a tile after all key blocks."""
 
     kernel: Any  # the `Forward`
     operands: ForwardOperands
@@ -150,13 +151,13 @@ class ForwardEpilogue:
 
     @cute.jit
     def finish_marked(self):
-        """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
+        """Finish a tile of the second launch: write the marked rows only."""
         number, warp, marks = self.number(), self.warp(), self.operands.marks
         of_group = marks.rows_of_group(number, warp // WARPS * WARPS)
-        own = Int32(0)
+        marked = Int32(0)
         is_whole = Boolean(True)
         for i in cutlass.range_constexpr(WARPS):
-            own = of_group[i] if warp % WARPS == i else own
+            marked = of_group[i] if warp % WARPS == i else marked
             is_whole = is_whole and of_group[i] == ALL_ROWS
         # Clear the marks only after all warps of the group have read them.
         self.out.meet()
@@ -164,12 +165,13 @@ class ForwardEpilogue:
         if is_whole:
             self.finish_tile()
         else:
-            self.finish_rows(lambda r: (own & bit_of_row(r)) != 0)
+            self.finish_rows(lambda r: (marked & bit_of_row(r)) != 0)
 
     @cute.jit
     def finish_shared(self):
-        """Finish a tile with rows of several sequences: write those that are used, and mark those
-        that are not finite, since what another sequence holds may be why."""
+        """Finish a tile with rows of several sequences.
+        Used rows are written. Rows that are not finite are marked: values of another sequence may
+        be why."""
         rules, marks = self.attention.rules, self.operands.marks
         rows = rules.mask.rows
         if rules.sequence.is_whole(self.out.group):

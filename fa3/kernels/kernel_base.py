@@ -26,11 +26,11 @@ class KernelBase:
         return [*self.arguments_type.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
-    def __call__(self, *given):
+    def __call__(self, *call):
         """Launch on arguments in the order of `arguments_type`, and a stream."""
-        *given, stream = given
+        *call, stream = call
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.launch(self.arguments_type(*given), stream)
+        self.launch(self.arguments_type(*call), stream)
 
     def launch(self, call, stream) -> None:
         """Launch the kernel on its arguments."""

@@ -220,8 +220,9 @@ class SegmentTable(KernelBase):
         cta: Int32,
         num_columns: Int32,
     ):
-        """Write a CTA's segments: a whole tile in each round, then some of each tile from the first
-        one that reaches its stretch to the last one that begins there."""
+        """Write a CTA's segments.
+        First a whole tile in each round. Then some of each tile from the first one that reaches
+        its stretch to the last one that begins there."""
         number = Int32(0)
         for i in cutlass.range_constexpr(ROOM.bit_length() - 1):
             half = ROOM >> (i + 1)

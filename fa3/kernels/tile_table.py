@@ -217,8 +217,8 @@ class TileTable(KernelBase):
 
     @cute.jit
     def write_few(self, call: TileTableArguments):
-        """Write the table of no more sequences than a warp has lanes; any number of CTAs, which
-        have a warp for each 32 records that there is room for."""
+        """Write the table of no more sequences than a warp has lanes.
+        There are any number of CTAs, with a warp for each 32 records that there is room for."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         first = cute.arch.make_warp_uniform(block * (SORTERS // WARP) + thread // WARP) * WARP
@@ -462,13 +462,13 @@ def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -
 
 @cute.jit
 def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
-    """The sum of `count` over the first lanes whose amount is less than this one's, or the same and
-    their number is less."""
-    own, place = amount * WARP + cute.arch.lane_idx(), Int32(0)
+    """The sum of `count` over the lanes that come before this one.
+    Their amount is less, or the same and their number is less."""
+    rank, place = amount * WARP + cute.arch.lane_idx(), Int32(0)
     for first in cutlass.range(0, num_lanes, AT_ONCE):
         for i in cutlass.range_constexpr(AT_ONCE):
-            other, of_other = (cute.arch.shuffle_sync(n, first + i) for n in (own, count))
-            place += of_other if other < own else Int32(0)
+            other, of_other = (cute.arch.shuffle_sync(n, first + i) for n in (rank, count))
+            place += of_other if other < rank else Int32(0)
     return place
 
 
@@ -478,8 +478,8 @@ def add_to(word: cute.Pointer, number: Int32) -> Int32:
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
-    """The most records that the table of a call can need: a tile may be partly full only where a
-    sequence ends."""
+    """The most records that the table of a call can need.
+    A tile may be partly full only where a sequence ends."""
     return max(1, total_q // tile_m + batch)
 
 

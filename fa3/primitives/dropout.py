@@ -123,8 +123,8 @@ class RandomWords:
     head: Uint32
 
     @classmethod
-    def of(cls, given: DropoutArguments, seed: tuple, batch, head) -> "RandomWords":
-        threshold = Uint32(given.threshold)
+    def of(cls, call: DropoutArguments, seed: tuple, batch, head) -> "RandomWords":
+        threshold = Uint32(call.threshold)
         return cls(
             tuple(tuple(map(Uint32.__add__, seed, map(Uint32, steps))) for steps in key_steps()),
             threshold | threshold << NUMBER_BITS,
@@ -193,9 +193,9 @@ class TileDropout:
     factor: Float32  # what O is multiplied by at the end, for what is dropped of it
 
     @classmethod
-    def of(cls, given: DropoutArguments, coords: ScoreCoords) -> "TileDropout":
-        words = RandomWords.of(given, given.seed(), coords.batch, coords.head)
-        return cls(words, coords, cute.arch.rcp_approx(given.kept))
+    def of(cls, call: DropoutArguments, coords: ScoreCoords) -> "TileDropout":
+        words = RandomWords.of(call, call.seed(), coords.batch, coords.head)
+        return cls(words, coords, cute.arch.rcp_approx(call.kept))
 
     def of_pairs(self, n_block) -> Iterator[Uint32]:
         """Yield the words of a block of keys, in the order of the pairs of an accumulator."""
@@ -228,12 +228,12 @@ class TileDropout:
 class TransposedDropout:
     """Dropout in a tile of the backward kernel, for one query head."""
 
-    given: DropoutArguments  # of the launch
+    call: DropoutArguments  # of the launch
     seed: tuple[Uint32, Uint32]  # its two words
     coords: TransposedCoords  # name batch and head
 
     def words(self) -> RandomWords:
-        return RandomWords.of(self.given, self.seed, self.coords.batch, self.coords.head)
+        return RandomWords.of(self.call, self.seed, self.coords.batch, self.coords.head)
 
     def of_pairs(
         self, words: RandomWords, m_block, count: int, in_flight: int

@@ -1,4 +1,4 @@
-"""Key tiles that several CTAs share in the backward kernel: their parts, and the sum of the parts.
+"""Key tiles that several CTAs share in the backward kernel, and their sums.
 
 With few key/value heads there are fewer key tiles than SMs. Then several CTAs take the same key
 tile, each with some of its query heads, and of a head with some of its query blocks (`KeySplit`).

@@ -181,8 +181,8 @@ class GradientStep(KeyTileStep):
     def mma_part(
         self, part, m_block, states, statistics: ColumnStatistics, masked: cutlass.Constexpr
     ):
-        """One part of a block: S and P, then dP and dV, then dS and dK, which are not waited for.
-        The rules and the statistics are the part's."""
+        """One part of a block: S, P, dP, dV, dS and dK.
+        Nothing waits for dV and dK. The rules and the statistics are the part's."""
         config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
         q_state, do_state, ds_state = states
         k = regs.k[None, None, None, self.k_stage]

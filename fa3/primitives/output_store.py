@@ -197,7 +197,7 @@ HAS_COME, HAS_LEFT = 1, 1 << 16
 
 
 class PartCounter(NamedTuple):
-    """Counts who has come to write parts of a tile, and who has left after that."""
+    """Counts CTAs or warps that have come to write parts of a tile, and have left."""
 
     place: cute.Pointer  # int32, zero before a launch and after it
     others: Int32  # parts of the tile besides this one
@@ -299,7 +299,7 @@ class PartMerge:
         sinks: tuple | None,  # the rows' sink logits in base 2
         registers: cutlass.Constexpr,  # registers a thread that parts may take
     ):
-        """Write this part to memory; if it is the last one, merge the tile and write its rows."""
+        """Write this part to memory, or merge all parts if it is the last one."""
         if not self.counter.is_last(cute.arch.shuffle_sync(number, 0)):
             self.leave(acc_O, lse)
         else:
@@ -402,6 +402,7 @@ def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:
 
 
 def vectors_at_once(vectors: int, registers: int) -> int:
-    """Vectors to merge at a time: two copies of them must fit in registers next to a whole part."""
+    """Vectors to merge at a time.
+    Two copies of them must fit in registers next to a whole part."""
     free = (registers - FLOATS * vectors) // (2 * FLOATS)
     return next(n for n in range(vectors, 0, -1) if vectors % n == 0 and n <= free)

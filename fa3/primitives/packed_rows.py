@@ -130,10 +130,10 @@ class Sums:
 
     @cute.jit
     def store(self, target: cute.Tensor, lse: RowLse, at: tuple, vector, sink):
-        """Write a lane's columns of a row, and from its first lane the row's log-sum-exp `at` a
-        place.
+        """Write a lane's columns of a row, and the log-sum-exp from its first lane.
 
-        `vector` is the index of the columns; a `sink` is a logit that joins the row, or None.
+        `at` is its place, `vector` the index of the columns. A `sink` is a logit that joins the
+        row, or None.
         """
         if cutlass.const_expr(sink is not None):
             nothing = cute.make_rmem_tensor_like(self.o)
@@ -234,8 +234,8 @@ def store_rows(
     coords: PackedCoords,
     queries: tuple,  # the first row of the sequence's queries, and their number
 ):
-    """Write a thread's part of a tile's rows (2, columns) to O (batch, rows, heads_q, head_dim_v),
-    and their log-sum-exps to `row_lse`."""
+    """Write a thread's part of a tile's rows, and their log-sum-exps.
+    `rows` is (2, columns), O (batch, rows, heads_q, head_dim_v)."""
     first, seqlen_q = queries
     for r in cutlass.range_constexpr(cute.size(lse)):
         query, head = coords.query(r), coords.head_of(r)

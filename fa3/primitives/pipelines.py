@@ -1,4 +1,4 @@
-"""mbarrier pipelines: from TMA or from other warps, to the warps that read a stage."""
+"""mbarrier pipelines from TMA or from warps to the warps that read."""
 
 import cutlass.cute as cute
 from cutlass import pipeline

@@ -19,8 +19,9 @@ def read_early(tensor: cute.Tensor, coord) -> Int32:
 
 @cute.jit
 def ask_l2(vector: cute.Tensor, index: Int32):
-    """Have L2, which is coherent, load an entry that is read as soon as the previous kernel has
-    ended; its address is looked up meanwhile, too. Nothing happens if there is no such entry."""
+    """Have L2, which is coherent, load an entry that is read later.
+    It is read when the previous kernel has ended. Its address is looked up meanwhile, too. Nothing
+    happens if there is no such entry."""
     if index < vector.shape[0]:
         address = (vector.iterator + index).toint()
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

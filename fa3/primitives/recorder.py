@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 
 
 class Note(NamedTuple):
-    """One row of a recording: a warpgroup's work on a tile or a part of one; times in ns."""
+    """A row of a recording: a warpgroup's work on a tile; times in ns."""
 
     sm: int  # the SM that did it
     warpgroup: int  # index of the consumer warpgroup in its CTA

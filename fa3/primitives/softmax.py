@@ -93,7 +93,8 @@ def sum_of_squares(row: cute.Tensor, factor: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def finite(row_max: Float32) -> Float32:
-    """The maximum, or 0 if the row has seen no key yet: exp2(-inf - 0) is 0, as needed."""
+    """The maximum, or 0 if the row has seen no key yet.
+    exp2(-inf - 0) is 0, as needed."""
     return Float32(0.0) if row_max == -Float32.inf else row_max
 
 
