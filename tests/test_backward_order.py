@@ -68,7 +68,7 @@ def test_dense(head_dims, window, force, device):
                 2, *lengths, heads_kv, group, head_dims[0], window, head_dim_v=head_dims[1]
             )
             q, k, v = make_operands(problem, seed, device)
-            check_gradients(q, k, v, window, (True, False), seed, schedule="single")
+            check_gradients(q, k, v, window, (True, False), seed, schedule="list")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -279,6 +279,6 @@ def test_head_groups_alternate_in_a_fixed_order(head_dim, device, monkeypatch):
         plan = planning.BackwardPlan.of(problem, is_ordered=True)
         assert plan.alternates == 1 and plan.num_head_groups > 2
         operands = make_operands(problem, seed, device)
-        options = {"deterministic": True, "schedule": "single"}
+        options = {"deterministic": True, "schedule": "list"}
         check_gradients(*operands, window, (True, False), seed, **options)
     backward.prepare_backward.cache_clear()

@@ -229,7 +229,6 @@ def test_random_combinations(number, device):
         operands = make_operands(problem, seed, device)
         arguments = recipe._replace(score=None).make(problem, operands[0], seed)
         weights = ((1, 0), (1, 1), (0, 1))[turn % 3]
-        arguments["schedule"] = "single"  # one forward kernel
         check_gradients(*operands, problem.window, weights, seed, **arguments)
 
 
