@@ -462,7 +462,7 @@ PROBLEMS = {
 
 
 @pytest.fixture
-def splitting(monkeypatch) -> list:
+def splitting(monkeypatch, no_shared_tiles) -> list:
     """Launches of split tiles."""
     found: list = []
 

@@ -19,7 +19,6 @@ from varlen_problems import (
     make_call,
     note_attending,
     random_problem,
-    share_tiles,
     unused,
 )
 
@@ -39,10 +38,10 @@ DTYPES = "bfloat16", "float16"
 
 
 @pytest.fixture
-def with_few_keys(monkeypatch):
+def with_few_keys(monkeypatch, no_shared_tiles):
     """Have the decode kernel beside the other even where keys are few; nothing shares tiles."""
     monkeypatch.setattr(routes, "FEWEST_EARLIER_KEYS", 1)
-    share_tiles(monkeypatch, lambda *_: False)
+    forget_routes(monkeypatch)
 
 
 def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> VarlenProblem:
@@ -235,6 +234,7 @@ def test_where_the_decode_kernel_has_all_sequences(case):
 # ------------------------------------------------------------------------------------ on a GPU
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_decoding_beside_long_sequences(head_dims, device):
     """Once more with neighbours whose keys and values are not finite."""
@@ -291,6 +291,7 @@ CHUNKS = VarlenProblem(
 ROWS_63 = replace(CHUNKS, seqlens_q=(63,), seqlens_k=(20_000,), heads_kv=2)
 
 
+@pytest.mark.usefixtures("no_shared_tiles")
 @pytest.mark.parametrize(
     "problem",
     [
