@@ -43,7 +43,7 @@ class RowMax(Enum):
 
     A row's reference depends only on the scores that the row sees.
 
-    FOLLOWING: the running maximum, updated lazily (FlashAttention-4). While no row of the warp
+    ONLINE: the running maximum, updated lazily (FlashAttention-4). While no row of the warp
         exceeds its reference by more than `SLACK` powers of two, nothing is rescaled and no value
         crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
