@@ -33,24 +33,10 @@ RECORDS = ROOT / "benchmarks" / "results"
 GRID = "h100-2026-11-27-peers"
 
 FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
-DECODE = (
-    "h100-2026-11-27-peers",
-    "h200-2026-11-23-parts",
-    "h200-2026-11-23-cut",
-    "h200-2026-11-23-begun",
-    "h200-2026-11-23",
-    "h200-2026-11-22-apart",
-    "h200-2026-11-21-decode",
-)
-PACKED = (
-    "h100-2026-11-27-peers",
-    "h200-2026-11-23-parts",
-    "h200-2026-11-22-apart",
-    "h200-2026-11-22-gradients",
-)
-BACKWARD = ("h100-2026-11-27-peers", "h100-2026-11-25-regimes", "h100-2026-11-25")
+DECODE = ("h200-2026-11-27-peers",)
+PACKED = ("h200-2026-11-27-peers", "h200-2026-11-23-parts")
+BACKWARD = ("h200-2026-11-27-peers", "h100-2026-11-27-peers", "h100-2026-11-25-regimes")
 BACKWARD_STEADY = ("h100-2026-11-25-regimes",)
-BACKWARD_BEFORE = ("h200-2026-11-24-sections", "h200-2026-11-24", "h200-2026-11-23-ended")
 """Records, the newest first. Older records give the cells that newer records do not have."""
 
 NAMES = {
@@ -347,8 +333,6 @@ def page() -> str:
             "minus what it held before; results are included. The costs of `deterministic=True` "
             "and dropout are in [benchmarks.md](benchmarks.md#gradients).\n",
             *backward_tables(BACKWARD, "burst"),
-            "Older measurements, on an H200:\n",
-            *backward_tables(BACKWARD_BEFORE, "burst"),
             "## Gradients, steady load\n",
             "The same, with the energy of a call. Cells that are missing here were not measured "
             "with these kernels.\n",
