@@ -53,7 +53,7 @@ def configs_to_measure(problem: Problem) -> list[ForwardConfig]:
     """The table's tilings for a problem, their CTAs alone and in pairs."""
     return [
         config
-        for tiling in alternatives(problem)
+        for tiling in alternatives(problem.spec)
         for config in with_clusters(with_reference(tiling.config, problem), problem)
     ]
 

@@ -105,7 +105,7 @@ def test_plans(name):
     (batch, seqlen, heads_kv, group, *head_dim), window, expected = PLANS[name]
     head_dim = head_dim[0] if head_dim else 128
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, window)
-    plan = BackwardPlan.of(problem, expected.get("is_ordered", False))
+    plan = BackwardPlan.of(problem, is_ordered=expected.get("is_ordered", False))
     assert {field: getattr(plan, field) for field in expected} == expected
     assert plan.kernels.entry.main.splits == (plan.shares.parts > 1)
     assert plan.is_ordered or (plan.alternates is None and plan.accumulators == 1)

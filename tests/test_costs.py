@@ -201,7 +201,7 @@ def test_candidates_begin_with_the_table_s_choice(shape, window):
 
 def test_alternatives_end_with_a_row_for_all_lengths():
     for shape in GRID:
-        found = alternatives(grid_problem(*shape))
+        found = alternatives(grid_problem(*shape).spec)
         assert [row.max_seqlen_q == math.inf for row in found] == [False] * (len(found) - 1) + [
             True
         ]

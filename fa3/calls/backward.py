@@ -10,6 +10,7 @@ of queries by keys: P is computed again from them.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from fa3.planning.backward import (
     launch_of_packed,
     shares_of_packed,
 )
+from fa3.planning.costs import Gpu
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import (
@@ -106,13 +108,15 @@ def prepare_backward(
     rows: PackedRows | None,  # of packed sequences
     has_used: tuple[bool, bool],
     is_ordered: bool,
+    gpu: Gpu,
     num_sms: int,
     writes_fp32: bool,
 ) -> PreparedBackward:
-    """Plan the backward pass of a problem on so many SMs and load its kernels."""
+    """Plan the backward pass of a problem on so many SMs of a GPU and load its kernels."""
+    gpu = replace(gpu, num_sms=num_sms)
     if rows is None:
-        plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
-        kernels, launch, layout = plan.kernels, plan.launch(num_sms), plan.layout
+        plan = BackwardPlan.of(problem, gpu, is_ordered, writes_fp32)
+        kernels, (launch,), layout = plan.kernels, plan.launches(), plan.layout
     else:
         spec, window = problem
         shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
@@ -187,14 +191,14 @@ class BackwardCall(NamedTuple):
     ) -> PreparedBackward:
         """What is launched on a GPU; there are queries, and keys."""
         q, k, *_ = operands
-        num_sms = min(self.num_sms, gpu_of(q.device).num_sms)
+        gpu = gpu_of(q.device)
         rows, has_used = None, (False, False)
         if lengths is not None:
             (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
             longest_q = min(self.longest[0], total_q)
             rows = PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv)
             has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-        options = self.deterministic, num_sms, wanted.fp32_dkv
+        options = self.deterministic, gpu, min(self.num_sms, gpu.num_sms), wanted.fp32_dkv
         return prepare_backward(self.problem, rows, has_used, *options)
 
 

@@ -27,7 +27,7 @@ from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace
-from fa3.planning.launch import NO_MEMORY, Memory
+from fa3.planning.launch import NO_MEMORY, Launch, Memory
 from fa3.planning.plan import Plan
 from fa3.planning.routes import (
     BOTH,
@@ -62,17 +62,13 @@ class PreparedPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, plan: Plan | DecodePlan, device: torch.device, is_recorded: bool = False
+        cls, plan: Plan | DecodePlan, device: torch.device, launches: tuple[Launch, ...] = ()
     ) -> "PreparedPlan":
-        """Load the kernels of a plan, if it runs on a GPU; the first of a `Plan` instrumented if
-        it `is_recorded`."""
+        """Load the kernels of a plan, or of the launches that replace its own; none on the CPU."""
         if device.type == "cpu":
             return cls(plan, None)
-        if isinstance(plan, DecodePlan):
-            return cls(plan, Prepared.of(plan.launches(), plan.memory))
-        numbers = plan.schedule.table
-        table = None if numbers is None else Table.upload(numbers, device)
-        return cls(plan, Prepared.of(plan.launches(is_recorded), plan.memory, table))
+        table = None if plan.table is None else Table.upload(plan.table, device)
+        return cls(plan, Prepared.of(launches or plan.launches(), plan.memory, table))
 
     def attend(self, values: dict[str, Any], sizes: None = None) -> None:
         """Write out and, unless it is None, the log-sum-exp; there are queries, and keys.

@@ -17,7 +17,8 @@ from fa3.kernels.backward_launch import (
 )
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable, capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.costs import H200
+from fa3.planning.costs import H200, Gpu
+from fa3.planning.explanation import NOT_PREDICTED, counted, quantity
 from fa3.planning.key_split import (
     TILES_OF_WAVE,
     KeyShares,
@@ -26,7 +27,7 @@ from fa3.planning.key_split import (
     may_have_parts,
     may_split,
 )
-from fa3.planning.launch import FromCall, Launch
+from fa3.planning.launch import FromCall, Launch, PlanBase
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -203,11 +204,16 @@ def launch_of_pass(
     return Launch.of(kernels.entry, PassArguments, **named)
 
 
+BACKWARD_PRODUCTS = 2.5
+"""Matrix products of the backward pass over the forward pass's: five instead of two."""
+
+
 @dataclass(frozen=True)
-class BackwardPlan:
+class BackwardPlan(PlanBase):
     """How the gradients of a problem are computed; it has at least one query and one key."""
 
     problem: Problem
+    gpu: Gpu = H200
     is_ordered: bool = False  # whether key tiles add to dQ in a fixed order
     shares: KeyShares = KeyShares()  # noqa: RUF009  # how CTAs share key tiles
     writes_fp32: bool = False  # whether dK and dV are fp32
@@ -216,11 +222,12 @@ class BackwardPlan:
     def of(
         cls,
         problem: Problem,
+        gpu: Gpu = H200,
         is_ordered: bool = False,
-        num_sms: int = H200.num_sms,
         writes_fp32: bool = False,
     ) -> "BackwardPlan":
-        whole = cls(problem, is_ordered, writes_fp32=writes_fp32)
+        whole = cls(problem, gpu, is_ordered, writes_fp32=writes_fp32)
+        num_sms = gpu.num_sms
         heads = problem.num_heads_kv * problem.batch
         if not may_split(whole.num_key_tiles, num_sms):
             return whole
@@ -247,20 +254,48 @@ class BackwardPlan:
         num_parts = self.num_parts if self.shares.parts > 1 else 0
         return self.kernels.layout(self.num_query_tiles, num_parts, self.num_head_groups)
 
-    def launch(self, num_sms: int) -> Launch:
-        """Return the launch of all kernels on so many SMs."""
+    def launches(self) -> tuple[Launch, ...]:
+        """Return one launch, whose entry has both kernels."""
         most_ctas = max(self.num_parts, convert_ctas(self.num_query_tiles))
-        return launch_of_pass(
+        launch = launch_of_pass(
             self.kernels,
             self.layout,
             self.shares,
             self.problem.window,
-            num_clusters=min(most_ctas, num_sms),
+            num_clusters=min(most_ctas, self.gpu.num_sms),
             heads_per_group=self.heads_per_group,
             groups_preprocessed=self.groups_preprocessed,
             dq_is_zeroed=self.dq_is_zeroed,
             alternates=self.alternates,
         )
+        return (launch,)
+
+    @property
+    def all_kernels(self) -> list[Any]:
+        return [self.kernels.entry.preprocess, self.kernels.entry.main]
+
+    @property
+    def flops(self) -> int:
+        return int(BACKWARD_PRODUCTS * self.problem.flops)
+
+    def sentences(self) -> dict[str, str]:
+        config, shares = self.config, self.shares
+        parts = f", each shared by {shares.parts} CTAs" * (shares.parts > 1)
+        sums = "parts of dK and dV, " * (shares.parts > 1)
+        groups = counted(self.num_head_groups, "head group")
+        one_by_one = " one after another" * (self.num_head_groups > 1)
+        return {
+            "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
+            f"{config.tile_m} queries of {counted(self.query_heads_of_cta, 'query head')}; "
+            f"{config.threads} threads.",
+            "Grid": f"{counted(self.num_key_tiles, 'tile')} of keys{parts}, "
+            f"{counted(self.num_query_tiles, 'tile')} of queries, on {self.gpu.num_sms} SMs.",
+            "Order": f"{counted(self.query_heads_of_group, 'query head')} together, whose Q, dO "
+            f"and dQ stay in L2; {groups}{one_by_one}.",
+            "Memory": f"{quantity(FLOAT_BYTES * self.layout.end, 'B')} of device memory for the "
+            f"fp32 dQ accumulator, {sums}and row statistics, besides dQ, dK and dV.",
+            "Time": NOT_PREDICTED,
+        }
 
     @property
     def num_query_tiles(self) -> int:

@@ -20,8 +20,8 @@ from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N, DecodeArguments, DecodeConfig
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, Gpu, least_gain
-from fa3.planning.explanation import Candidate, choice_of, counted, describe_plan, duration
-from fa3.planning.launch import FromCall, Launch, Memory
+from fa3.planning.explanation import Candidate, choice_of, counted, duration
+from fa3.planning.launch import FromCall, Launch, Memory, PlanBase
 from fa3.planning.prediction import Prediction
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
@@ -159,7 +159,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class DecodePlan(PlanBase):
     """How calls of one shape run, for any lengths.
 
     The time of a dense call, with keys in a cache that is full, is predicted:
@@ -183,6 +183,7 @@ class DecodePlan:
     # Whether the forward kernel has the call's other sequences, at the same time.
     overlaps_forward: bool = False
     has_fp8_q: bool = False  # whether the queries are FP8, as the cache is
+    appends: bool = False  # whether a kernel appends to the cache before; see `choose_cut`
     # Plans of the forward kernel that the planner compared with it.
     considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)
 
@@ -194,16 +195,15 @@ class DecodePlan:
         problem: Problem,
         gpu: Gpu,
         cache: CacheLayout = FULL,
-        # num_splits, batch_invariant, appends: see `choose_cut`.
+        # num_splits, batch_invariant: see `choose_cut`.
         num_splits: int = 0,
         batch_invariant: bool = False,
-        appends: bool = False,
         **kinds: Any,  # the fields from `is_packed` on
     ) -> "DecodePlan":
         """Return the plan of calls with keys in a cache, as a rule a dense call's own K and V."""
         plan = cls(problem, gpu, cache, NoSplit(), gpu.num_sms, **kinds)
         num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, plan.window, gpu.num_sms)
-        options = num_splits, batch_invariant, plan.is_packed, appends
+        options = num_splits, batch_invariant, plan.is_packed, plan.appends
         cut = choose_cut(plan.sizes, plan.window, num_ctas, *options)
         return replace(plan, cut=cut, num_ctas=num_ctas)
 
@@ -327,8 +327,7 @@ class DecodePlan:
         return self.is_packed and isinstance(self.cut, FixedSplit)
 
     def launches(self) -> tuple[Launch, ...]:
-        """What is launched: the kernel that attends, and the one that merges where the former does
-        not."""
+        """Return the kernel that attends, and the one that merges where the former does not."""
         combine, size = self.combine(), self.workspace
         if combine is None or self.merges_inside:
             return (self.launch,)
@@ -340,7 +339,6 @@ class DecodePlan:
 
     @property
     def memory(self) -> Memory:
-        """What the kernels share: parts of tiles, and counters where the first kernel merges."""
         size = self.workspace
         numbers = size.numbers(self.spec.head_dim_v)
         if self.merges_inside:
@@ -365,25 +363,25 @@ class DecodePlan:
     def compare_with(self, plan: Candidate, others: Iterable[Candidate]) -> str:
         """Compare it with the forward kernel's plan and what that was compared with, in a
         sentence."""
-        us, of_plan = self.predict().us, plan.prediction.us
+        us, forward_us = self.predict().us, plan.prediction.us
         when = "unless pack_gqa is False" if self.beats((plan, *others)) else "if pack_gqa is True"
         remark = "" if self.is_measured else ", not measured"
         return (
             f"In the decode kernel, where query heads that share keys share tiles: {duration(us)}, "
-            f"{us / of_plan - 1:+.1%}{remark}. Calls run so {when}."
+            f"{us / forward_us - 1:+.1%}{remark}. Calls run so {when}."
         )
 
-    def explain(self, appends: bool = False) -> str:
-        """Say what it does, its predicted time and bottleneck, and the forward kernel's plans."""
-        problem, prediction, launches = self.problem, self.predict(), self.launches()
-        kernels = [*(("append",) if appends else ()), *(one.kernel for one in launches)]
+    @property
+    def all_kernels(self) -> list[Any]:
+        return ["append"] * self.appends + super(DecodePlan, self).all_kernels
+
+    def sentences(self) -> dict[str, str]:
+        prediction, sizes, config = self.predict(), self.sizes, self.kernel().config
         others = sorted(self.considered, key=lambda one: one.prediction.us)
-        sizes, config = self.sizes, self.kernel().config
-        flops = problem.flops
-        merge = "Combine merges" if len(launches) > 1 else "The decode kernel merges"
+        merge = "Combine merges" if len(self.launches()) > 1 else "The decode kernel merges"
         filled = "" if self.cache.is_full else ", if all sequences fill the cache"
         unmeasured = "" if self.is_measured else "; such calls were not measured"
-        sentences = {
+        return {
             "CTA": f"{ROWS} query rows against blocks of {TILE_N} keys. The query heads that share "
             "keys are rows of the same tile, so keys are read once for all of them.",
             "Memory": f"{config.q_stages} stages of Q in shared memory, {config.kv_stages} of K "
@@ -392,12 +390,11 @@ class DecodePlan:
             f"{counted(sizes.num_tiles, 'tile')}.",
             "Cut": f"All CTAs get equally many keys. {merge} the parts of split tiles.",
             "Time": f"{duration(prediction.us)} predicted, "
-            f"{flops / prediction.us / 1e6:,.0f} TFLOP/s{filled}{unmeasured}.",
+            f"{self.flops / prediction.us / 1e6:,.0f} TFLOP/s{filled}{unmeasured}.",
             "Bound": f"By {prediction.bound}: device memory {duration(prediction.memory_us)}, "
             f"compute {duration(prediction.compute_us)}, launches {prediction.launch_us:.1f} us.",
             "Choice": choice_of("decode kernel", prediction, others),
         }
-        return describe_plan(problem, self.gpu, kernels, sentences)
 
     def predict(self) -> Prediction:
         """The time that the call is predicted to take, with its components."""
@@ -553,12 +550,13 @@ def most_of_whole_tiles(
         mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))
         for n in lengths
     )
-    of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
-    ends = (tiles * of_tile).cumsum()
+    tile_blocks = np.array([seen.end - seen.begin for seen in blocks], np.int64)
+    ends = (tiles * tile_blocks).cumsum()
     pieces = Chunks.even(int(ends[-1]), PlainDivisor(num_ctas))
     cuts = pieces.begin(np.arange(num_ctas + 1))
     sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
-    begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]
+    length = tile_blocks[sequence]
+    begin = ends[sequence] - tiles * length
     # A piece goes on to where the next tile begins.
-    cuts = begin + -((begin - cuts) // blocks_of_tile) * blocks_of_tile
+    cuts = begin + -((begin - cuts) // length) * length
     return int(np.diff(cuts).max()), pieces.total

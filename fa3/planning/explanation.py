@@ -28,6 +28,7 @@ from fa3.scores.intervals import Intervals
 from fa3.scores.scores import Alibi, Softcap
 
 BELOW = "\n" + " " * 9  # begins another line of a sentence
+NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
 
 
 class Candidate(NamedTuple):
@@ -50,10 +51,9 @@ def describe_plan(
     gpu: Gpu,
     kernels: Iterable[Any],  # what is launched, in this order
     sentences: dict[str, str],  # of this kind of plan, by what they are about
-    flops: int | None = None,  # useful floating-point operations, if not the forward pass's
+    flops: int,  # useful floating-point operations
 ) -> str:
     """A plan in words: what there is to say of any one, then its own sentences."""
-    flops = problem.flops if flops is None else flops
     sentences = {
         "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v and out have "
         f"{quantity(problem.bytes, 'B')}.",
@@ -64,7 +64,9 @@ def describe_plan(
     return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
 
 
-def describe_forward(plan: Any, chosen: Candidate, found: Sequence[Candidate], packing: str) -> str:
+def sentences_of_forward(
+    plan: Any, chosen: Candidate, others: Sequence[Candidate], packing: str
+) -> dict[str, str]:
     """Describe a `fa3.planning.plan.Plan`, next to what the planner compares, fastest first.
     `packing` is the same problem in the decode kernel, in a sentence; empty if that cannot run it.
     """
@@ -87,7 +89,7 @@ def describe_forward(plan: Any, chosen: Candidate, found: Sequence[Candidate], p
         )
     unmeasured = "" if gpu.costs.measured else f" Not measured on an {gpu.name}."
     unmeasured += "" if chosen.measured else " Its tile or schedule was not measured."
-    sentences = {
+    return {
         "CTA": f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
         f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
         "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, {config.kv_stages} "
@@ -111,12 +113,10 @@ def describe_forward(plan: Any, chosen: Candidate, found: Sequence[Candidate], p
         f"for {prediction.busy:.1%} of it, device memory {duration(prediction.memory_us)}, launch "
         f"{prediction.launch_us:.1f} us.",
         "Choice": choice_of(
-            chosen.name, prediction, [one for one in found if one.name != chosen.name]
+            chosen.name, prediction, [one for one in others if one.name != chosen.name]
         ),
         "Packing": packing,
     }
-    kernels = (launch.kernel for launch in plan.launches())
-    return describe_plan(problem, gpu, kernels, sentences)
 
 
 def choice_of(name: str, prediction: Prediction, others: Iterable[Candidate]) -> str:
@@ -184,23 +184,6 @@ def describe_window(window: Window) -> str:
     return f"window of {left} keys to the left and {right} to the right"
 
 
-FORWARD_TILES = {
-    "RecomputeTiles": "recompute",
-    "RecomputeRaggedTiles": "recompute of packed sequences",
-    "RaggedTiles": "packed sequences",
-    "RaggedSegments": "packed sequences, tiles split on the GPU",
-    "MultiSequenceTiles": "short packed sequences that share tiles",
-}
-"""What the forward kernel works on, by its schedule's class; other schedules have a name."""
-
-DECODE_CUTS = {
-    "CtaGroups": "keys split over all CTAs, merged inside",
-    "StreamK": "keys split over all CTAs, merged inside or by combine",
-    "FixedSplit": "keys split by each sequence's length, merged by combine",
-    "NoSplit": "whole tiles",
-}
-"""How the decode kernel splits keys, by the class of its cut. docs/environment.md has the words."""
-
 SCORES: dict[type, str] = {Softcap: "softcap", Alibi: "ALiBi"}
 """The names of fa3's scores; others have the name of their class."""
 
@@ -212,14 +195,13 @@ def describe_kernel(kernel: Any) -> str:
         case str():
             return kernel
         case Forward():
-            kind: Any = kernel.schedule_type
-            tiles = FORWARD_TILES.get(kind.__name__) or kind.name
+            schedule: Any = kernel.schedule_type
             both = " or online softmax" * kernel.has_online_and_fixed
-            words = ["forward", f"tile {describe_config(kernel.config)}{both}", tiles]
+            words = ["forward", f"tile {describe_config(kernel.config)}{both}", schedule.name]
             words += [*words_of_spec(kernel.spec), *words_of_cache(kernel.cache)]
         case Decode():
-            words = ["decode", f"tile {ROWS}x{TILE_N}"]
-            words += [DECODE_CUTS[kernel.cut_type.__name__]]
+            cut: Any = kernel.cut_type
+            words = ["decode", f"tile {ROWS}x{TILE_N}", cut.words]
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
             words += ["packed queries"] * kernel.is_packed
             words += ["overlapped with forward"] * kernel.overlaps_forward

@@ -1,16 +1,20 @@
-"""What a plan launches, with arguments by name, and the memory that its kernels share.
+"""What plans of all kinds are: launches with arguments by name, and the memory that they share.
 
 `fa3.calls.launcher` loads the kernels and launches them.
 """
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
+from fa3.planning.costs import Gpu
+from fa3.planning.explanation import describe_plan
 from fa3.primitives.output_store import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.problem import Window
+from fa3.problem import Problem, Window
 
 
 class FromCall(str):
@@ -56,6 +60,47 @@ class Memory(NamedTuple):
 
 
 NO_MEMORY = Memory()
+
+
+class PlanBase:
+    """What plans of both passes are: a problem, a GPU and launches, and the same in words."""
+
+    __slots__ = ()
+
+    problem: Problem
+    gpu: Gpu  # what of it may be used
+
+    def launches(self) -> tuple[Launch, ...]:
+        """Return what is launched, in this order."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> Memory:
+        """What the launches share."""
+        return NO_MEMORY
+
+    @property
+    def table(self) -> np.ndarray | None:
+        """The table that the first kernel reads, if its schedule has one."""
+        return None
+
+    @property
+    def all_kernels(self) -> list[Any]:
+        """The kernels that run, in this order."""
+        return [launch.kernel for launch in self.launches()]
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations."""
+        return self.problem.flops
+
+    def sentences(self) -> dict[str, str]:
+        """Return what there is to say of this kind of plan, by what it is about."""
+        raise NotImplementedError
+
+    def explain(self) -> str:
+        """Say what the plan does, as far as it is known how long it takes, and what else could."""
+        return describe_plan(self.problem, self.gpu, self.all_kernels, self.sentences(), self.flops)
 
 
 def launch_of_forward(kernel: Forward, window: Window, **named: Any) -> Launch:

@@ -14,8 +14,8 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import Candidate, describe_config, describe_forward
-from fa3.planning.launch import FromCall, Launch, Memory, launch_of_forward
+from fa3.planning.explanation import Candidate, describe_config, sentences_of_forward
+from fa3.planning.launch import FromCall, Launch, Memory, PlanBase, launch_of_forward
 from fa3.planning.prediction import Cost, Load, Prediction, Timeline, predict, segments_of
 from fa3.planning.tilings import TiledProblem, takes_fixed_reference
 from fa3.problem import (
@@ -37,7 +37,7 @@ from fa3.scores.masks import Band
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(PlanBase):
     """How one problem runs: the kernel's config, and the schedule its clusters walk.
 
     Attributes:
@@ -115,8 +115,11 @@ class Plan:
         return (launch, *recompute.launches()) if recompute else (launch,)
 
     @property
+    def table(self) -> np.ndarray | None:
+        return self.schedule.table
+
+    @property
     def memory(self) -> Memory:
-        """What the kernels share."""
         schedule, counters = self.schedule, []
         parts: tuple[tuple[str, int], ...] = ()
         if schedule.num_counters:
@@ -164,12 +167,11 @@ class Plan:
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 
-    def explain(self) -> str:
-        """What the plan does, its predicted time and bottleneck, and the other candidates."""
-        found = sorted(self.considered, key=lambda candidate: candidate.prediction.us)
+    def sentences(self) -> dict[str, str]:
+        others = sorted(self.considered, key=lambda candidate: candidate.prediction.us)
         chosen, grouped = self.as_candidate(), DecodePlan.if_possible(self.problem, self.gpu)
-        packing = "" if grouped is None else grouped.compare_with(chosen, found)
-        return describe_forward(self, chosen, found, packing)
+        packing = "" if grouped is None else grouped.compare_with(chosen, others)
+        return sentences_of_forward(self, chosen, others, packing)
 
 
 def check_plan(plan: Plan) -> None:

@@ -14,13 +14,12 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate
-from fa3.planning.plan import Plan, candidate, check_arguments, laid_out
+from fa3.planning.plan import Plan, candidate, check_arguments, check_plan, laid_out
 from fa3.planning.prediction import loads_of_whole_tiles
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, SplitTiles, Tile, TileList
-from fa3.schedules.order import check_schedule
 from fa3.settings import check_settings
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None
@@ -69,19 +68,19 @@ def plan_forward(
     for_parts = tilings if config else tilings_of_parts(tilings, problem)
     if name == SplitTiles.name:
         tilings = for_parts
-    found = candidates(problem, gpu, tilings, (name,) if name else WHOLE)
+    compared = candidates(problem, gpu, tilings, (name,) if name else WHOLE)
     if isinstance(schedule, tuple(SCHEDULES.values())):
-        return plan_of_schedule(problem, gpu, found, cast(Schedule, schedule))
-    best = choose(found)
+        return plan_of_schedule(problem, gpu, compared, cast(Schedule, schedule))
+    best = choose(compared)
     may_split = not (name or problem.spec.has_user_functions)
     if may_split and best.prediction.busy < 1 - IDLE:
         # Parts of tiles could fill the time in which SMs are idle.
         parts = candidates(problem, gpu, for_parts, (SplitTiles.name,))
         best = choose([best, *parts], MARGIN_OF_PARTS)
-        found += parts
+        compared += parts
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
     made = make_schedule(TiledProblem(problem, gpu, best.config), best.schedule, arrange)
-    return Plan(problem, gpu, best.config, made, arrange is not None, tuple(found))
+    return Plan(problem, gpu, best.config, made, arrange is not None, tuple(compared))
 
 
 def plan_dense(
@@ -105,21 +104,20 @@ def plan_dense(
 
 
 def plan_of_schedule(
-    problem: Problem, gpu: Gpu, found: list[Candidate], schedule: Schedule
+    problem: Problem, gpu: Gpu, compared: list[Candidate], schedule: Schedule
 ) -> Plan:
     """Return the plan with the caller's schedule, and the best tiling that has its tiles.
     Raises ValueError if no tiling has its tiles, or it does not work on each tile exactly once."""
-    orders = {one.config: TiledProblem(problem, gpu, one.config).order for one in found}
-    fitting = [one for one in found if orders[one.config] == schedule.order]
+    orders = {one.config: TiledProblem(problem, gpu, one.config).order for one in compared}
+    fitting = [one for one in compared if orders[one.config] == schedule.order]
     if not fitting:
         raise ValueError(
             f"schedule has tiles of another problem or tiling: {schedule.order}; here they are "
             f"one of {list(dict.fromkeys(orders.values()))}"
         )
-    config = choose(fitting).config
-    blocks = TiledProblem(problem, gpu, config).blocks_of_tiles()
-    check_schedule(schedule, blocks.begin, blocks.end)
-    return Plan(problem, gpu, config, schedule, is_arranged=True, considered=tuple(found))
+    plan = Plan(problem, gpu, choose(fitting).config, schedule, True, tuple(compared))
+    check_plan(plan)
+    return plan
 
 
 def schedule_name(choice: ScheduleChoice) -> str | None:
@@ -146,7 +144,7 @@ def candidates(
 ) -> list[Candidate]:
     """All candidates for a problem, with their predicted times; the choice of `TILINGS` first."""
     names = sorted(schedules, key=lambda name: name != TileList.name)
-    found = [
+    compared = [
         one
         for tiling in tilings
         for one in candidates_of(
@@ -154,8 +152,8 @@ def candidates(
             [name for name in names if tiling.cluster == 1 or SCHEDULES[name].takes_pairs],
         )
     ]
-    if found:
-        return found
+    if compared:
+        return compared
     # They have CTAs alone, and all that was measured for the problem are pairs.
     alone = replace(tilings[0], cluster_m=1, cluster_h=1)
     return candidates_of(TiledProblem(problem, gpu, alone), names)
@@ -181,16 +179,16 @@ def tilings_of_parts(tilings: list[ForwardConfig], problem: Problem) -> list[For
     return list(dict.fromkeys(replace(tiling, fixed_reference=False) for tiling in tilings))
 
 
-def choose(found: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
+def choose(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
     """The first candidate, or the fastest of those predicted faster by more than the margin."""
-    first = found[0]
+    first = compared[0]
 
     def is_faster(one: Candidate) -> bool:
         us = one.prediction.mean_us
         margin = least_margin if one.measured else UNSURE
         return first.prediction.mean_us - us > least_gain(us, margin)
 
-    better = filter(is_faster, found)
+    better = filter(is_faster, compared)
     return min(better, key=lambda one: one.prediction.mean_us, default=first)
 
 

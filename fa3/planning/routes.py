@@ -152,8 +152,8 @@ class Signature:
         None if they cannot: where scores, a mask or dropout ask for a row's place in its sequence,
         and in FP8, whose scales are by sequence."""
         spec = self.spec
-        of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
-        may_share = self.call == PACKED and not (of_rows or spec.has_dropout or spec.is_fp8)
+        has_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
+        may_share = self.call == PACKED and not (has_rows or spec.has_dropout or spec.is_fp8)
         return halved_tiling(self.shared_spec) if may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
@@ -164,9 +164,9 @@ class Signature:
         # With packed keys these options say how the forward kernel works.
         options = (self.num_splits, self.batch_invariant) if self.cache else (0, False)
         return DecodePlan.of(
-            problem, self.gpu, layout, *options, self.appends, is_packed=self.has_packed_queries,
+            problem, self.gpu, layout, *options, is_packed=self.has_packed_queries,
             has_used_q=self.has_used_q, overlaps_forward=overlaps_forward,
-            has_fp8_q=self.has_fp8_q,
+            has_fp8_q=self.has_fp8_q, appends=self.appends,
         )  # fmt: skip
 
     def route(self, sizes: "PackedSizes") -> "Route":

@@ -236,16 +236,16 @@ def configs(problem: Problem, gpu: Gpu, is_searched: bool = False) -> list[Forwa
     """The choice of `TILINGS` for a problem, then its other configs whose times are measured.
     `is_searched` says that tiling and schedule are the planner's choice."""
     first = choose_config(problem, gpu)
-    found = [first]
-    for tiling in alternatives(problem):
+    choices = [first]
+    for tiling in alternatives(problem.spec):
         for config in with_clusters(with_reference(tiling.config, problem), problem):
-            if config in found or config.cluster > gpu.num_sms:
+            if config in choices or config.cluster > gpu.num_sms:
                 continue
             if TiledProblem(problem, gpu, config).costs.is_known:
-                found.append(config)
-    in_pairs = [config for config in found if config.cluster_h > 1]
-    is_paired = is_searched and all(row.in_pairs for row in alternatives(problem))
-    return in_pairs if in_pairs and is_paired else found
+                choices.append(config)
+    in_pairs = [config for config in choices if config.cluster_h > 1]
+    is_paired = is_searched and all(row.in_pairs for row in alternatives(problem.spec))
+    return in_pairs if in_pairs and is_paired else choices
 
 
 def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
@@ -257,27 +257,21 @@ def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
 
 def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig]:
     """The tiling with single CTAs, pairs of row blocks and, if heads share keys, pairs of heads."""
-    found = [replace(config, cluster_m=n, cluster_h=1) for n in (1, 2)]
-    if problem.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
-        found.append(replace(config, cluster_m=1, cluster_h=2))
-    return found
+    shares_keys = problem.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates
+    clusters = [(1, 1), (2, 1), *[(1, 2)] * shares_keys]
+    return [replace(config, cluster_m=m, cluster_h=h) for m, h in clusters]
 
 
-def alternatives(problem: Problem) -> list[Tiling]:
+def alternatives(spec: AttentionSpec) -> list[Tiling]:
     """The rows of `TILINGS` that fit, up to the first without a limit on the queries."""
-    found = []
-    for tiling in (*TILINGS, *TILINGS_IN_FP8):
-        if tiling.fits(problem.spec):
-            found.append(tiling)
-            if tiling.max_seqlen_q == math.inf:
-                break
-    return found
+    rows = [row for row in (*TILINGS, *TILINGS_IN_FP8) if row.fits(spec)]
+    limits = [row.max_seqlen_q for row in rows]
+    return rows[: limits.index(math.inf) + 1]
 
 
 def general_tiling(spec: AttentionSpec) -> ForwardConfig:
     """The tiling for sequences of any length, in single CTAs, with a following reference."""
-    rows = (row for row in (*TILINGS, *TILINGS_IN_FP8) if row.max_seqlen_q == math.inf)
-    return replace(next(row.config for row in rows if row.fits(spec)), cluster_m=1)
+    return replace(alternatives(spec)[-1].config, cluster_m=1)
 
 
 def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
@@ -305,9 +299,8 @@ def converting_tiling(spec: AttentionSpec) -> ForwardConfig:
 
 def choose_config(problem: Problem, gpu: Gpu) -> ForwardConfig:
     """The best tiling that was measured for problems like this one."""
-    config = next(
-        tiling.config for tiling in alternatives(problem) if problem.seqlen_q <= tiling.max_seqlen_q
-    )
+    rows = alternatives(problem.spec)
+    config = next(row.config for row in rows if problem.seqlen_q <= row.max_seqlen_q)
     config = with_reference(config, problem)
     query_tiles = -(-problem.seqlen_q // config.tile_m)
     wasteful = query_tiles % config.cluster_m and query_tiles < FEW_TILES

@@ -141,14 +141,16 @@ class Dynamic(Schedule):
     def segment(self, cursor: Any) -> Segment:
         return self.order.segment(cursor.index)
 
-    @cute.jit
     def take(self) -> Int32:
-        """Add 1 to the counter; lane 0 gets what it was before, other lanes anything."""
-        before = Int32(0)
+        """Take a tile: lane 0 gets how many were taken before, other lanes anything."""
+        return self.count(0)
+
+    @cute.jit
+    def count(self, place: cutlass.Constexpr, sem: cutlass.Constexpr = "relaxed") -> Int32:
+        """Add 1 to a counter; lane 0 gets what it was before, other lanes anything."""
+        before, counter = Int32(0), self.counters.iterator + place
         if cute.arch.lane_idx() == 0:
-            before = cute.arch.atomic_add(
-                self.counters.iterator, Int32(1), sem="relaxed", scope="gpu"
-            )
+            before = cute.arch.atomic_add(counter, Int32(1), sem=sem, scope="gpu")
         return before
 
     @cute.jit
@@ -167,8 +169,6 @@ class InOrderQueue(Dynamic):
     """`Dynamic` for tiles that wait for tiles before them: CTAs also ask for their first one.
     So whatever has a lower number is done, or a CTA is at work on it. A tile that a CTA has before
     it runs may come late: other kernels may have its SM, and wait in the same way."""
-
-    name: ClassVar[str] = "in turn"
 
     @property
     def num_given(self):

@@ -88,12 +88,12 @@ class MultiSequenceOrder(RaggedOrder):
 
     record_type: ClassVar[type] = MultiSequenceRecord
 
-    def tile_of(self, index, number, found) -> tuple[Int32, MultiSequenceRecord]:
-        return index - number * self.heads.value, found
+    def tile_of(self, index, number, record) -> tuple[Int32, MultiSequenceRecord]:
+        return index - number * self.heads.value, record
 
 
 @dataclass(frozen=True)
 class MultiSequenceTiles(RaggedTiles):
     """Persistent CTAs take shared tiles from a table in device memory."""
 
-    name: ClassVar[str] = "joined"
+    name: ClassVar[str] = "short packed sequences that share tiles"

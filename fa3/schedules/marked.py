@@ -66,22 +66,20 @@ class RecomputeMask(NamedTuple):
             mask = mask | (bit_of_row(r) if failed[r] else Int32(0))
         mask = cute.arch.warp_redux_sync(mask, "or")
         if mask != 0 and cute.arch.lane_idx() == 0:
-            words = self.words.iterator
-            # Atomic: warps share their tile's bit, and CTAs with parts of one tile share its rows.
-            of_rows, of_tiles = self.rows(index, warp), self.group(index // 32)
-            cute.arch.atomic_or(words + of_rows, mask, sem="relaxed", scope="gpu")
-            bit = Int32(1) << (index % 32)
-            cute.arch.atomic_or(words + of_tiles, bit, sem="relaxed", scope="gpu")
-            self.words[ANY] = 1
+            self.add_rows(index, warp, mask)
 
-    @cute.jit
     def add_row(self, index: Int32, row: Int32):
         """Mark a row, by its place in the tile with this number, and the tile."""
+        self.add_rows(index, row // ROWS_OF_WARP, Int32(1) << (row % ROWS_OF_WARP))
+
+    def add_rows(self, index: Int32, warp: Int32, rows: Int32):
+        """Mark the rows of a warp whose bits are set, and their tile; one thread calls this."""
         words = self.words.iterator
-        bit, of_row = Int32(1) << (row % ROWS_OF_WARP), self.rows(index, row // ROWS_OF_WARP)
-        cute.arch.atomic_or(words + of_row, bit, sem="relaxed", scope="gpu")
-        bit, of_tile = Int32(1) << (index % 32), self.group(index // 32)
-        cute.arch.atomic_or(words + of_tile, bit, sem="relaxed", scope="gpu")
+        # Atomic: warps share their tile's bit, and CTAs with parts of one tile share its rows.
+        row_word, tile_word = self.rows(index, warp), self.group(index // 32)
+        cute.arch.atomic_or(words + row_word, rows, sem="relaxed", scope="gpu")
+        bit = Int32(1) << (index % 32)
+        cute.arch.atomic_or(words + tile_word, bit, sem="relaxed", scope="gpu")
         self.words[ANY] = 1
 
     @cute.jit
@@ -120,6 +118,8 @@ class RecomputeTiles(Dynamic):
     has a fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`).
     """
 
+    name: ClassVar[str] = "recompute"
+
     @property
     def num_counters(self) -> int:
         return self.marks.size
@@ -146,12 +146,7 @@ class RecomputeTiles(Dynamic):
         """Take the next marked tile, and put its number into the mailbox."""
         index, group, before = Int32(self.order.num_tiles), cursor.group, cursor.before
         if self.counters[ANY] != 0:
-            taken = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                taken = cute.arch.atomic_add(
-                    self.counters.iterator + TAKEN, Int32(1), sem="relaxed", scope="gpu"
-                )
-            taken = cute.arch.shuffle_sync(taken, 0)
+            taken = cute.arch.shuffle_sync(self.count(TAKEN), 0)
             # Each lane looks at 32 tiles. This CTA's tile is the marked one with rank `taken`.
             bits, upto = self.look(group)
             count = cute.arch.shuffle_sync(upto, WARP - 1)
@@ -193,11 +188,7 @@ class RecomputeTiles(Dynamic):
     def finish(self):
         """Count this CTA as finished; the last one clears the header and the tiles' bits."""
         if self.counters[ANY] != 0:
-            before = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                before = cute.arch.atomic_add(
-                    self.counters.iterator + DONE, Int32(1), sem="acq_rel", scope="gpu"
-                )
+            before = self.count(DONE, "acq_rel")
             if cute.arch.shuffle_sync(before, 0) == self.num_clusters - 1:
                 # From word 0 on, so the header as well.
                 for i in range(cute.arch.lane_idx(), self.marks.group(self.marks.num_groups), WARP):
@@ -208,4 +199,5 @@ class RecomputeTiles(Dynamic):
 class RecomputeRaggedTiles(RecomputeTiles):
     """`RecomputeTiles` for tiles of packed sequences."""
 
+    name: ClassVar[str] = "recompute of packed sequences"
     is_ragged: ClassVar[bool] = True

@@ -530,11 +530,11 @@ def check_parts(order: TileOrder, segments: np.ndarray) -> None:
     numbers = number_parts(index)
     wrong = part != numbers
     if wrong.any():
-        number, begin, end, of_part = segments[wrong.argmax()].tolist()
+        number, begin, end, part_number = segments[wrong.argmax()].tolist()
         raise ValueError(
             f"schedule numbers the parts of {order.tile(number)} inconsistently: must have "
             f"{numbers[wrong.argmax()]} for "
-            f"{Segment(order.tile(number), begin, end, PackedPart(of_part))}"
+            f"{Segment(order.tile(number), begin, end, PackedPart(part_number))}"
         )
     slots = int((numbers != ONLY).sum())
     if slots > MOST_SLOTS:

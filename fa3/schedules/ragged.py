@@ -200,7 +200,7 @@ class RaggedTiles(Dynamic):
     The producer asks for a tile when it begins to load the one before. The last CTA to finish
     resets the counters, as for `Dynamic`; these are the table's, if this launch alone walks it."""
 
-    name: ClassVar[str] = "ragged"
+    name: ClassVar[str] = "packed sequences"
     is_ragged: ClassVar[bool] = True
     told: ClassVar[int] = 8  # the number, the head, and the record's first six words
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
@@ -325,7 +325,6 @@ class RaggedKeyTiles(RaggedTiles):
 
     order: RaggedKeyOrder
 
-    name: ClassVar[str] = "ragged keys"
     told: ClassVar[int] = 12
     """The number, the head, the whole record, and two to spare: a multiple of 4."""
 

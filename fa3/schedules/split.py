@@ -172,7 +172,7 @@ class RaggedSegments(SplitTiles):
 
     order: RaggedOrder
 
-    name: ClassVar[str] = "ragged segments"
+    name: ClassVar[str] = "packed sequences, tiles split on the GPU"
     is_ragged: ClassVar[bool] = True
 
     def first(self, cluster) -> RaggedSegmentsCursor:

@@ -144,6 +144,7 @@ class StreamK(AtChunks):
     num_tiles: int
 
     width: ClassVar[int] = 1
+    words: ClassVar[str] = "keys split over all CTAs, merged inside or by combine"
 
     @property
     def num_records(self):
@@ -166,6 +167,7 @@ class CtaGroups(AtChunks):
     width: int  # CTAs of a crew; divides the key/value heads
 
     num_records: ClassVar[int] = 0
+    words: ClassVar[str] = "keys split over all CTAs, merged inside"
 
     def record(self, crew: CtaGroup, tile_number):
         return 0
@@ -194,6 +196,7 @@ class FixedSplit:
 
     has_parts: ClassVar[bool] = True
     width: ClassVar[int] = 1
+    words: ClassVar[str] = "keys split by each sequence's length, merged by combine"
 
     @property
     def num_slots(self):
@@ -231,6 +234,7 @@ class NoSplit:
 
     num_slots: ClassVar[int] = 0
     num_records: ClassVar[int] = 0
+    words: ClassVar[str] = "whole tiles"
 
     def begin(self, block, num_blocks):
         return smaller(block, 1) * num_blocks
@@ -331,12 +335,12 @@ class Walk:
         # `tiles` is 1 at the end of a tile, `batches` 1 at the end of a sequence, else both are 0.
         # A division would take 100 cycles.
         tiles = 1 - smaller(num_blocks - block, 1)
-        of_sequence = self.tiles(cursor.length)
-        batches = 1 - smaller(of_sequence - cursor.tile - tiles, 1)
+        sequence_tiles = self.tiles(cursor.length)
+        batches = 1 - smaller(sequence_tiles - cursor.tile - tiles, 1)
         return WalkCursor(
             cursor.position + blocks,
             cursor.batch + batches,
-            cursor.tile + tiles - batches * of_sequence,
+            cursor.tile + tiles - batches * sequence_tiles,
             block - tiles * num_blocks,
             tuple(
                 now + batches * (then - now)
@@ -352,14 +356,14 @@ class Walk:
 
 def m_blocks_of(lengths: Any, length: tuple, most) -> Divisor | PlainDivisor:
     """Row blocks of a head of a sequence, at least one; `most` if all have equally many."""
-    own = lengths.m_blocks(length)
-    return most if own is None else PlainDivisor(larger(own, 1))
+    num_m_blocks = lengths.m_blocks(length)
+    return most if num_m_blocks is None else PlainDivisor(larger(num_m_blocks, 1))
 
 
 def tiles_of(lengths: Any, length: tuple, most, num_groups):
     """Tiles of a sequence in the line: one if it has no rows."""
-    own = lengths.m_blocks(length)
-    return most.value * num_groups if own is None else larger(own * num_groups, 1)
+    num_m_blocks = lengths.m_blocks(length)
+    return most.value * num_groups if num_m_blocks is None else larger(num_m_blocks * num_groups, 1)
 
 
 # ------------------------------------------------------------------------------------- device
@@ -389,10 +393,10 @@ def locate(
         blocks, fewest, most = number(0), Int32(MOST_ROOM), Int32(0)
         for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
             length = lengths.read(i)
-            of_tile = lengths.num_blocks(length)
-            blocks += number(tiles_of(lengths, length, num_m_blocks, num_groups)) * of_tile
+            tile_blocks = lengths.num_blocks(length)
+            blocks += number(tiles_of(lengths, length, num_m_blocks, num_groups)) * tile_blocks
             if cutlass.const_expr(cut_type is CtaGroups):
-                fewest, most = cutlass.min(fewest, of_tile), cutlass.max(most, of_tile)
+                fewest, most = cutlass.min(fewest, tile_blocks), cutlass.max(most, tile_blocks)
         upto = blocks
         for shift in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
@@ -418,13 +422,13 @@ def locate_among_equals(
     """`locate` where all sequences have as many blocks as the first: a division finds it."""
     if number is Int64:
         num_crews = PlainDivisor(num_crews.value)
-    of_tile = lengths.num_blocks(lengths.read(0))
-    of_sequence = number(num_m_blocks.value * num_groups) * of_tile
-    total = of_sequence * lengths.num_sequences
-    pieces = pieces_of(cut_type, total, num_crews, of_tile, of_tile)
-    batch = as_int32(pieces.begin(crew) // of_sequence)
+    tile_blocks = lengths.num_blocks(lengths.read(0))
+    sequence_blocks = number(num_m_blocks.value * num_groups) * tile_blocks
+    total = sequence_blocks * lengths.num_sequences
+    pieces = pieces_of(cut_type, total, num_crews, tile_blocks, tile_blocks)
+    batch = as_int32(pieces.begin(crew) // sequence_blocks)
     batch = smaller(batch, lengths.num_sequences - 1)
-    return Place(pieces, batch, batch * of_sequence)
+    return Place(pieces, batch, batch * sequence_blocks)
 
 
 def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
@@ -442,10 +446,10 @@ def walks(cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int) -
     begins, most = [0], PlainDivisor(num_m_blocks)
     num_groups, num_crews = num_heads // cut.width, PlainDivisor(num_ctas // cut.width)
     known = list(map(lengths.read, range(lengths.num_sequences)))
-    of_tiles = list(map(lengths.num_blocks, known))
-    for length, of_tile in zip(known, of_tiles, strict=True):
-        begins.append(begins[-1] + tiles_of(lengths, length, most, num_groups) * of_tile)
-    pieces = pieces_of(type(cut), begins[-1], num_crews, min(of_tiles), max(of_tiles))
+    tile_blocks = list(map(lengths.num_blocks, known))
+    for length, num_blocks in zip(known, tile_blocks, strict=True):
+        begins.append(begins[-1] + tiles_of(lengths, length, most, num_groups) * num_blocks)
+    pieces = pieces_of(type(cut), begins[-1], num_crews, min(tile_blocks), max(tile_blocks))
     batch = 0
     for cta in range(num_ctas):
         crew = CtaGroup(cta // cut.width, cta % cut.width, cut.width)

@@ -117,17 +117,17 @@ class Rounds(NamedTuple):
     # num_early, num_late: CTAs that begin at once, and that begin late.
     num_early: int
     num_late: int
-    of_tile: int  # work of the longest tile
+    tile_work: int  # work of the longest tile
 
     @classmethod
     def of(cls, stretches: Stretches, longest) -> "Rounds":
         """The rounds for which stretches have room; `longest` is the longest tile's blocks."""
-        of_tile = longest + BLOCKS_OF_TILE
+        tile_work = longest + BLOCKS_OF_TILE
         num_early, num_late = stretches.num_early, stretches.num_ctas - stretches.num_early
-        room = larger(stretches.length - smaller(of_tile // PART_OF_TILE, LEAST_REST), 0)
+        room = larger(stretches.length - smaller(tile_work // PART_OF_TILE, LEAST_REST), 0)
         late_room = either(num_late > 0, larger(room - stretches.delay, 0), 0)
-        skipped = room // of_tile - late_room // of_tile
-        return cls(room // of_tile, skipped, num_early, num_late, of_tile)
+        skipped = room // tile_work - late_room // tile_work
+        return cls(room // tile_work, skipped, num_early, num_late, tile_work)
 
     @property
     def num_tiles(self):
@@ -136,13 +136,13 @@ class Rounds(NamedTuple):
 
     def kept(self, work) -> "Rounds":
         """These rounds if their tiles, with so much work in all, are about equal; else none."""
-        full = self.num_tiles * self.of_tile
+        full = self.num_tiles * self.tile_work
         kept = either(work < full - full // LEAST_GAIN, 0, 1)
         return self._replace(number=kept * self.number, skipped=kept * self.skipped)
 
     def rest(self, delay, work, longest, num_tiles) -> Stretches:
         """The stretches of the tiles after all rounds; arguments as for `Stretches.of`."""
-        delay, before = delay - self.skipped * self.of_tile, self.number * self.of_tile
+        delay, before = delay - self.skipped * self.tile_work, self.number * self.tile_work
         ctas = self.num_early, self.num_late
         return Stretches.of(work, longest, num_tiles, *ctas, delay, before)
 

@@ -97,12 +97,12 @@ class TileList(TableSchedule):
         return Segment(self.order.tile(cursor.entry[0]))
 
 
-def as_tile(given: object, position: int) -> Tile:
+def as_tile(element: object, position: int) -> Tile:
     """An element of a user's order as a `Tile`; raises TypeError if it is none."""
     try:
-        return Tile(*map(operator.index, given))
+        return Tile(*map(operator.index, element))
     except TypeError:
-        message = f"schedule gives {given!r:.200} at {position}, not a Tile(m_block, head, batch)"
+        message = f"schedule gives {element!r:.200} at {position}, not a Tile(m_block, head, batch)"
         raise TypeError(message) from None
 
 

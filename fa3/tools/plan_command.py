@@ -9,7 +9,7 @@ from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.costs import Gpu, as_gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import counted, describe_plan, quantity
+from fa3.planning.explanation import NOT_PREDICTED, describe_plan
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import (
@@ -21,7 +21,6 @@ from fa3.planning.routes import (
     launches_of_route,
 )
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
 from fa3.tools.arguments import SHAPE
@@ -63,13 +62,13 @@ def explained(
     if problem.spec.is_fp8 and options.call in ("cache", "backward"):
         raise ValueError(f"--dtype e4m3 goes with --call dense or packed, got {options.call}")
     if options.call == "backward":
-        return None, explain_backward(problem, gpu)
+        return None, BackwardPlan.of(problem, gpu).explain()
     if options.call == "packed":
         return None, explain_packed(problem, check_window(options.window, options.causal), gpu)
     if options.call == "cache":
         cache = CacheLayout(integer("--page-size", options.page_size, 0))
         decode = DecodePlan.of(problem, gpu, cache, appends=options.append)
-        return decode, decode.explain(options.append)
+        return decode, decode.explain()
     name = options.schedule
     plan = plan_forward(problem, gpu, schedule=name) if name else plan_call(problem, gpu)
     return plan, plan.explain()
@@ -89,14 +88,6 @@ def problem_of(shape: tuple[int, ...], options: argparse.Namespace) -> Problem:
         window_size=options.window,
         dtype=SHORT_DTYPES[options.dtype],
     )
-
-
-# ------------------------------------------------------------ plans without a predicted time
-
-BACKWARD_PRODUCTS = 2.5
-"""Matrix products of the backward pass over the forward pass's: five instead of two."""
-
-NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
 
 
 def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> str:
@@ -125,30 +116,4 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> str:
         "run other kernels.",
         "Time": NOT_PREDICTED,
     }
-    return describe_plan(problem, gpu, kernels, sentences)
-
-
-def explain_backward(problem: Problem, gpu: Gpu) -> str:
-    """How the gradients of a dense call are computed."""
-    plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
-    flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.kernels.entry
-    config, shares = plan.config, plan.shares
-    workspace = FLOAT_BYTES * plan.layout.end
-    parts = f", each shared by {shares.parts} CTAs" * (shares.parts > 1)
-    sums = "parts of dK and dV, " * (shares.parts > 1)
-    groups = counted(plan.num_head_groups, "head group")
-    one_by_one = " one after another" * (plan.num_head_groups > 1)
-    sentences = {
-        "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
-        f"{config.tile_m} queries of {counted(plan.query_heads_of_cta, 'query head')}; "
-        f"{config.threads} threads.",
-        "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys{parts}, "
-        f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
-        "Order": f"{counted(plan.query_heads_of_group, 'query head')} together, whose Q, dO and dQ "
-        f"stay in L2; {groups}{one_by_one}.",
-        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator, "
-        f"{sums}and row statistics, besides dQ, dK and dV.",
-        "Time": NOT_PREDICTED,
-    }
-    kernels = entry.preprocess, entry.main
-    return describe_plan(problem, gpu, kernels, sentences, flops)
+    return describe_plan(problem, gpu, kernels, sentences, problem.flops)

@@ -106,7 +106,7 @@ def run_recorded(
         "q": q, "k": k, "v": v, "o": out, "lse": None, "modifiers": None, "dropout": None,
         "softmax_scale": head_dim**-0.5, "descales": descales, "recording": recording,
     }  # fmt: skip
-    prepared = PreparedPlan.of(plan, q.device, is_recorded=True)
+    prepared = PreparedPlan.of(plan, q.device, plan.launches(is_recorded=True))
     for _ in range(RUNS):
         recording.zero_()
         prepared.attend(dict(values))

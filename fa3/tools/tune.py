@@ -1,7 +1,7 @@
 """`fa3 tune`: measures the planner's best plans of some shapes, and keeps the fastest of each."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
 from fa3.planning.tilings import configs
 from fa3.problem import Problem
-from fa3.running.compiler import Kernel, is_on_disk
+from fa3.running.compiler import is_on_disk
 from fa3.tools.compile_pool import check_folder, compile_all
 from fa3.tools.plan_command import problem_of
 from fa3.tools.recording import hopper_device, random_operands
@@ -54,11 +54,13 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
     Raises RuntimeError if plans cannot be kept, or no kernel of a problem could be compiled."""
     plans = {problem: plans_to_measure(problem, gpu) for problem in problems}
     check_folder()
-    kernels = dict.fromkeys(kernel for some in plans.values() for kernel in kernels_of_plans(some))
+    kernels = dict.fromkeys(
+        kernel for some in plans.values() for plan in some for kernel in plan.all_kernels
+    )
     absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
     compile_all(absent)
     for problem, some in plans.items():
-        ready = [plan for plan in some if all(map(is_on_disk, kernels_of_plans([plan])))]
+        ready = [plan for plan in some if all(map(is_on_disk, plan.all_kernels))]
         if not ready:
             raise RuntimeError(
                 f"no kernel for {describe_problem(problem)} could be compiled: what is printed "
@@ -72,12 +74,6 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
             mark = "kept" if plan is ready[best] else ""
             lines.append(f"{mark:4} {duration(us):>9}  {plan.name}")
         print("\n".join(lines), flush=True)
-
-
-def kernels_of_plans(plans: Iterable[AnyPlan]) -> Iterator[Kernel]:
-    """Yield the kernels that plans launch."""
-    for plan in plans:
-        yield from (launch.kernel for launch in plan.launches())
 
 
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
