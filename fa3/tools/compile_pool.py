@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fa3.kernels.combine import Combine
 from fa3.planning.explanation import describe_kernel
 from fa3.running.code_cache import cache_dir, check_can_keep
-from fa3.running.compiler import ARCH, Kernel, object_code
+from fa3.running.compiler import ARCH, OPTIONS, Kernel, compiled, object_code
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -72,6 +73,9 @@ def serve() -> None:
     kernels, processes = pickle.load(sys.stdin.buffer)
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if len(kernels) > processes:
+        # What the DSL loads for its first kernel takes 2 s, and forks then have it.
+        compiled(Combine("float32", 8, None, None), OPTIONS)
     waiting = list(range(len(kernels)))[::-1]
     running: dict[int, int] = {}  # processes, and the numbers of their kernels
     while waiting or running:
