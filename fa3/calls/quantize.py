@@ -117,9 +117,9 @@ def quantize(
         quantize_rows(v, quantized.v, quantized.v_descale, None, False, cu_seqlens_k)
     else:
         rows = sum(x.numel() // x.shape[-1] for x in (q, k, v))
-        sizes = visits(rows // descales.numel(), q.shape[-1], descales.numel())
-        counters = torch.zeros(descales.numel(), 2, dtype=torch.int32, device=q.device)
-        call = q, k, v, *quantized[:3], tuple(descales), counters, means, *ends, *sizes
+        ctas, ahead = visits(rows // descales.numel(), q.shape[-1], descales.numel())
+        largest = torch.zeros(descales.numel(), ctas, dtype=torch.int32, device=q.device)
+        call = q, k, v, *quantized[:3], tuple(descales), largest, means, *ends, ahead
         with torch.cuda.device(q.device):
             kernel(*call)
     return quantized

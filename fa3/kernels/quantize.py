@@ -1,9 +1,9 @@
 """Quantize: rounds q, k and v to e4m3, with a scale for each sequence and key/value head.
 
 All rows that share a scale are a *unit*: of q the rows of a group of heads, of k and v of one head.
-The same number of CTAs visits each unit twice. In the first visit they find the largest magnitude,
-and count themselves. In the second visit they wait until all have, divide by the scale and round.
-The second visit comes so soon that L2 still has the rows:
+The same number of CTAs visits each unit twice. At first each writes the largest magnitude of its
+rows. In the second visit it waits until all have, divides by the scale and rounds. That comes so
+soon that L2 still has the rows:
 
     first visits of the first `ahead` units
     second visit of unit 0, first visit of unit `ahead`, second visit of unit 1, ...
@@ -26,7 +26,8 @@ from cutlass import Float32, Int32, Uint32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
-from fa3.primitives.fp8_blocks import float_bits
+from fa3.primitives.fp8_blocks import float_bits, float_of, largest_of_warps
+from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
 from fa3.problem import FP8
@@ -67,15 +68,13 @@ class QuantizeArguments(NamedTuple):
     k8: object
     v8: object
     descales: tuple  # of q, k and v: (batch, heads_kv) float32; written
-    # (units, 2) int32, zero: CTAs that have visited a unit, and the bits of its largest magnitude.
-    counters: object
+    # (units, CTAs of a visit) int32, zero: the largest magnitudes, see `visits`; their bits + 1.
+    largest: object
     means: object  # (batch, heads_kv, head_dim) float32, which k loses; or None
     # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 if sequences are packed, otherwise None.
     cu_seqlens_q: object
     cu_seqlens_k: object
-    # ctas, ahead: see `visits`.
-    ctas: int
-    ahead: int
+    ahead: int  # see `visits`
 
     @classmethod
     def symbolic(cls, kernel: "Quantize") -> "QuantizeArguments":
@@ -88,7 +87,7 @@ class QuantizeArguments(NamedTuple):
         return cls(
             *itertools.starmap(arguments.tma_tensor, types),
             arguments.symbolic_descales(3),
-            arguments.compact_tensor("int32", (cute.sym_int(), 2)),
+            arguments.compact_tensor("int32", (cute.sym_int(), cute.sym_int())),
             arguments.strided_tensor("float32", 3, kernel.has_means),
             *(arguments.int32_vector(exists=kernel.is_packed) for _ in range(2)),
             **arguments.scalars(cls),
@@ -113,10 +112,12 @@ class Quantize(KernelBase):
     @cute.jit
     def launch(self, call: QuantizeArguments, stream):
         self.kernel(call).launch(
-            grid=(2 * call.counters.shape[0] * call.ctas, 1, 1),
+            grid=(2 * cute.size(call.largest), 1, 1),
             block=(QUANTIZE_THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            # So many CTAs run on an SM, which hides latency, that no register spills.
+            min_blocks_per_mp=5 if self.is_rotated or self.has_means else 8,
+            preferred_smem_carveout=10,
             use_pdl=True,
         )
 
@@ -125,8 +126,8 @@ class Quantize(KernelBase):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
-        units = call.counters.shape[0]
-        visit, cta = block // call.ctas, block % call.ctas
+        units, ctas = call.largest.shape
+        visit, cta = block // ctas, block % ctas
         # From the first second visit on; both visits in turns until no first visits are left.
         turn, turns = visit - call.ahead, 2 * (units - call.ahead)
         is_first, unit = turn < 0, visit
@@ -135,49 +136,59 @@ class Quantize(KernelBase):
         elif turn >= 0:
             is_first = turn % 2 == 1
             unit = turn // 2 + (call.ahead if is_first else 0)
+        smem = SmemAllocator().allocate_tensor(Int32, cute.make_layout(QUANTIZE_THREADS // WARP))
         kind = unit // (units // 3)
         for i in cutlass.range_constexpr(3):
             if kind == i:
-                self.visit(call, i, unit, cta, is_first)
+                self.visit(call, i, unit, cta, is_first, smem)
 
     @cute.jit
-    def visit(self, call: QuantizeArguments, kind: cutlass.Constexpr, unit, cta, is_first):
+    def visit(self, call: QuantizeArguments, kind: cutlass.Constexpr, unit, cta, is_first, smem):
         """Visit a unit, of q if `kind` is 0, of k if it is 1, of v if it is 2."""
-        descales = call.descales[kind]
-        nth = unit - kind * (call.counters.shape[0] // 3)
+        descales, (units, ctas) = call.descales[kind], call.largest.shape
+        nth = unit - kind * (units // 3)
         batch, head = nth // descales.shape[1], nth % descales.shape[1]
-        means = None
-        if cutlass.const_expr(self.has_means and kind == 1):
-            means = call.means[batch, head, None]
-        counter = call.counters.iterator + 2 * unit
+        means = call.means[batch, head, None] if self.has_means and kind == 1 else None
+        largest = call.largest.iterator + unit * ctas
         rows, written = (self.rows_of(call, kind, call[i], batch, head) for i in (kind, 3 + kind))
         vectors = UnitVectors.of(rows, means, self.is_rotated and kind < 2)
         blocks = cute.ceil_div(rows.shape[0][0] * rows.shape[0][1], vectors.height)
+        # Loaded before the wait of a second visit, which takes a while.
+        raw = cute.make_rmem_tensor((VECTOR, VECTORS_AT_ONCE), rows.element_type)
+        vectors.load(rows, cta, blocks, raw)
         if is_first:
             most = Float32(0.0)
-            for block in cutlass.range(cta, blocks, call.ctas, unroll=1):
-                values = vectors.load(rows, block)
-                for i in cutlass.range_constexpr(cute.size(values)):
-                    most = cute.arch.fmax(most, cute.arch.fmax(values[i], -values[i]))
-            # Bits of positive numbers are in the order of the numbers.
-            bits = cute.arch.warp_redux_sync(float_bits(most), "max")
-            if vectors.thread % WARP == 0:
-                cute.arch.atomic_max(counter + 1, bits, sem="relaxed", scope="gpu")
-            cute.arch.sync_threads()
+            for block in cutlass.range(cta, blocks, ctas, unroll=1):
+                for j in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                    values = vectors.values(raw[None, j])
+                    for i in cutlass.range_constexpr(VECTOR):
+                        most = cute.arch.fmax(most, cute.arch.fmax(values[i], -values[i]))
+                vectors.load(rows, block + ctas, blocks, raw)
+            bits = largest_of_warps(float_bits(most), smem, vectors.thread)
             if vectors.thread == 0:
-                cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+                cute.arch.store(largest + cta, bits + 1, sem="relaxed", scope="gpu")
         else:
-            count = Int32(0)
-            if vectors.thread == 0:
-                while count < call.ctas:
-                    count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            cute.arch.sync_threads()
-            most = cute.recast_tensor(call.counters, Float32)[unit, 1]
-            scale = cute.arch.fmax(most / MOST, Float32(LEAST_SCALE))
-            for block in cutlass.range(cta, blocks, call.ctas, unroll=1):
-                vectors.write(vectors.load(rows, block), written, block, Float32(1.0) / scale)
+            bits = Int32(0)
+            for i in cutlass.range(vectors.thread, ctas, QUANTIZE_THREADS, unroll=1):
+                found = Int32(0)
+                while found == 0:
+                    found = cute.arch.load(largest + i, Int32, sem="relaxed", scope="gpu")
+                bits = cutlass.max(bits, found - 1)
+            bits = largest_of_warps(bits, smem, vectors.thread)
+            scale = cute.arch.fmax(float_of(bits) / MOST, Float32(LEAST_SCALE))
+            factor = Float32(1.0) / scale
+            for block in cutlass.range(cta, blocks, ctas, unroll=1):
+                for j in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                    # The conversion limits what is too large.
+                    rounded = cute.make_rmem_tensor(VECTOR, written.element_type)
+                    values = vectors.values(raw[None, j]).load()
+                    rounded.store((values * factor).to(written.element_type))
+                    cute.autovec_copy(rounded, vectors.vector_in(written, block, j))
+                vectors.load(rows, block + ctas, blocks, raw)
             if cta == 0 and vectors.thread == 0:
-                descales[batch, head] = scale * Float32(vectors.norm)
+                # `rotate` does not keep lengths.
+                norm = mixed_columns(vectors.columns) ** -0.5 if vectors.is_rotated else 1.0
+                descales[batch, head] = scale * Float32(norm)
 
     @cute.jit
     def rows_of(self, call, kind: cutlass.Constexpr, tensor: cute.Tensor, batch, head):
@@ -215,19 +226,13 @@ class UnitVectors:
         vector, lost = thread % (columns // VECTOR), None
         if means is not None:
             lost = cute.make_rmem_tensor(VECTOR, Float32)
-            for i in range(VECTOR):
-                lost[i] = means[vector * VECTOR + i]
+            lost.store(vector_of(means, vector).load())
         return cls(columns, thread, vector, lost, is_rotated)
 
     @property
     def height(self) -> int:
         """Rows of a block, all that a CTA holds at once."""
         return VECTORS_AT_ONCE * (QUANTIZE_THREADS // (self.columns // VECTOR))
-
-    @property
-    def norm(self) -> float:
-        """What scales of rotated rows are multiplied by, since `rotate` does not keep lengths."""
-        return mixed_columns(self.columns) ** -0.5 if self.is_rotated else 1.0
 
     def vector_in(self, rows: cute.Tensor, block, i: int) -> cute.Tensor:
         """Vector i of this thread in a block of rows."""
@@ -237,18 +242,21 @@ class UnitVectors:
         return vector_of(rows[cutlass.min(index, last), None], self.vector)
 
     @cute.jit
-    def load(self, rows: cute.Tensor, block) -> cute.Tensor:
-        """This thread's vectors in a block of rows, (8, vectors) float32."""
-        raw = cute.make_rmem_tensor((VECTOR, VECTORS_AT_ONCE), rows.element_type)
-        for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
-            cute.autovec_copy(self.vector_in(rows, block, i), raw[None, i])
-        values = cute.make_rmem_tensor(raw.shape, Float32)
-        values.store(raw.load().to(Float32))
-        for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
-            if cutlass.const_expr(self.means is not None):
-                values[None, i].store(values[None, i].load() - self.means.load())
-            if cutlass.const_expr(self.is_rotated):
-                self.rotate(values[None, i])
+    def load(self, rows: cute.Tensor, block, blocks, raw: cute.Tensor):
+        """Load this thread's vectors in a block of rows, if there is the block."""
+        if block < blocks:
+            for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                cute.autovec_copy(self.vector_in(rows, block, i), raw[None, i])
+
+    @cute.jit
+    def values(self, vector: cute.Tensor) -> cute.Tensor:
+        """A vector as float32, less the means, and rotated."""
+        values = cute.make_rmem_tensor(VECTOR, Float32)
+        values.store(vector.load().to(Float32))
+        if cutlass.const_expr(self.means is not None):
+            values.store(values.load() - self.means.load())
+        if cutlass.const_expr(self.is_rotated):
+            self.rotate(values)
         return values
 
     @cute.jit
@@ -268,11 +276,3 @@ class UnitVectors:
             for i in cutlass.range_constexpr(VECTOR):
                 other = cute.arch.shuffle_sync_bfly(values[i], offset=1 << step)
                 values[i] = other - values[i] if is_second else values[i] + other
-
-    @cute.jit
-    def write(self, values: cute.Tensor, written: cute.Tensor, block, factor: Float32):
-        """Multiply vectors of a block and round them; the conversion limits what is too large."""
-        for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
-            rounded = cute.make_rmem_tensor(VECTOR, written.element_type)
-            rounded.store((values[None, i].load() * factor).to(written.element_type))
-            cute.autovec_copy(rounded, self.vector_in(written, block, i))

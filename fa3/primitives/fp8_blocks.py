@@ -268,14 +268,9 @@ def convert_rows(
                 for j in cutlass.range_constexpr(VECTOR):
                     size = cute.arch.fmax(values[j], -values[j])
                     most = cute.arch.fmax(most, size if size < Float32.inf else Float32(0.0))
-            bits = cute.arch.warp_redux_sync(float_bits(most), "max")
-            if thread % WARP == 0:
-                largest[thread // WARP] = bits
-            barrier.arrive_and_wait()
-            for i in cutlass.range_constexpr(WARPS):
-                bits = cutlass.max(bits, largest[i])
+            bits = largest_of_warps(float_bits(most), largest, thread, barrier.arrive_and_wait)
             excess = cutlass.max((bits >> 23) - LARGEST_EXPONENT, -MOST_SCALED)
-            scale, unscale = power_of_two(-excess), power_of_two(excess)
+            scale, unscale = (float_of((x + 127) << 23) for x in (-excess, excess))
         for i in cutlass.range(steps, unroll=1):
             values, target = elements_at(smem, dtype, thread + i * WARPGROUP)
             converted = cute.make_rmem_tensor(VECTOR, CONVERTED)
@@ -304,8 +299,21 @@ def float_bits(value: Float32) -> Int32:
     return cute.recast_tensor(register, Int32)[0]
 
 
-def power_of_two(exponent: Int32) -> Float32:
-    """2 to the power of a number between -126 and 127."""
+def float_of(bits: Int32) -> Float32:
+    """The float32 of these bits."""
     register = cute.make_rmem_tensor(1, Int32)
-    register[0] = (exponent + 127) << 23
+    register[0] = bits
     return cute.recast_tensor(register, Float32)[0]
+
+
+@cute.jit
+def largest_of_warps(number, of_warps, thread, meet: cutlass.Constexpr = cute.arch.sync_threads):
+    """The largest of a number that each thread has.
+    `of_warps` is int32 in shared memory, one for each warp; `meet` is a barrier of the warps."""
+    number = cute.arch.warp_redux_sync(number, "max")
+    if thread % WARP == 0:
+        of_warps[thread // WARP] = number
+    meet()
+    for i in cutlass.range_constexpr(cute.size(of_warps)):
+        number = cutlass.max(number, of_warps[i])
+    return number
