@@ -39,6 +39,8 @@ def ordered(*values) -> dict:
     return {"is_ordered": True} | dict(zip(ORDERED, values, strict=True))
 
 
+FEW = "num_head_groups", "groups_preprocessed", "dq_is_zeroed"
+
 PLANS = {
     # How many heads are in L2 at once.
     "half as many tiles as run": ((16, 1024, 16, 1), FULL, {"heads_per_group": 8}),
@@ -55,7 +57,19 @@ PLANS = {
     "a fixed order": ((4, 4096, 16, 1), FULL, {"heads_per_group": 4, "is_ordered": True}),
     "one group": ((1, 2048, 1, 1), FULL, {"num_head_groups": 1, "groups_preprocessed": 1}),
     "two short groups at once": ((1, 2048, 2, 8), CAUSAL, {"groups_preprocessed": 2}),
-    "long groups one by one": ((1, 4096, 2, 8), CAUSAL, {"groups_preprocessed": 1}),
+    "long groups one by one": ((1, 8192, 1, 8), CAUSAL, {"groups_preprocessed": 1}),
+    # With few parts of key tiles: the number of head groups, and how many are preprocessed before.
+    **{
+        name: (sizes, window, dict(zip(FEW, values, strict=True)))
+        for name, sizes, window, *values in (
+            ("one wave", (1, 1024, 2, 8), CAUSAL, 1, 1, True),
+            ("two waves", (1, 1024, 8, 8), CAUSAL, 2, 2, False),
+            ("three waves", (1, 1500, 8, 8), CAUSAL, 2, 1, True),
+            ("three waves in L2", (1, 1500, 4, 7), CAUSAL, 1, 1, True),
+            ("an odd number of heads", (1, 4096, 1, 7), CAUSAL, 1, 1, True),
+            ("four waves, any order", (4, 1024, 16, 1), FULL, 8, 8, True),
+        )
+    },
     # In a fixed order head groups alternate, and there may be two accumulators.
     "few heads": ((1, 4096, 1, 8), CAUSAL, ordered(KeyShares(8), 2, 4, 1)),
     "equal groups of more tiles": ((2, 3072, 2, 8), CAUSAL, ordered(KeyShares(8), 4, 8, 1)),
@@ -75,6 +89,7 @@ PLANS = {
             ("short ones", (16, 1024, 8, 1, 256), 1),
         )
     },
+    "no bound": ((1, 4096, 1, 8), FULL, {"is_ordered": True, "accumulators": 2}),
     # All parts of a key tile run at the same time, if query blocks of a head are divided at all.
     **{
         f"parts of {seqlen} in order": (

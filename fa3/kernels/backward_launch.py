@@ -200,6 +200,7 @@ class PassArguments(NamedTuple):
     # capacity to seqused_k: of packed sequences, see `TileTableArguments`; None without.
     capacity: int | None = None
     shift: int | None = None
+    is_by_work: int | None = None
     cu_seqlens_q: object = None
     cu_seqlens_k: object = None
     seqused_q: object = None

@@ -94,6 +94,8 @@ class TileTableArguments(NamedTuple):
     short_queries: int
     qhead_per_kvhead: int  # query heads of a key/value head
     num_ctas: int  # CTAs that the GPU holds
+    # Of keys: 1 if tiles of up to 32 sequences come by their work, 0 if a sequence's come together.
+    is_by_work: int | None = None
 
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
@@ -105,6 +107,7 @@ class TileTableArguments(NamedTuple):
             seqused_q=vector(batch, kernel.has_used_q),
             seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
             table=vector(),
+            is_by_work=Int32(0) if kernel.is_of_keys else None,
             **arguments.scalars(cls),
         )
 
@@ -226,7 +229,7 @@ class TileTable(KernelBase):
             # Lengths that overlap, which is wrong, may have more tiles than all warps have lanes.
             lanes = (call.capacity + WARP - 1) & -WARP
             of_lane, place, upto = self.read_few(call, cute.arch.lane_idx())
-            self.write_tiles(call, Int32(0), of_lane, upto, place, first, lanes)
+            self.write_tiles(call, Int32(0), of_lane, upto, place, first, lanes, True)
             if first == 0:
                 num_tiles = cute.arch.shuffle_sync(upto, WARP - 1)
                 self.write_header(call, num_tiles, self.ctas_beside(call, of_lane))
@@ -370,6 +373,7 @@ class TileTable(KernelBase):
         # warp writes, and all those that are so many times `step` further.
         begin: Int32,
         step: Int32,
+        are_all: cutlass.Constexpr = False,  # whether there are no other sequences
     ):
         """Write records of the tiles of a warp's sequences, one a lane."""
         lane = cute.arch.lane_idx()
@@ -382,6 +386,9 @@ class TileTable(KernelBase):
             )
             left = end - 1 - number
             at = first_place + num_tiles - 1 - left
+            if cutlass.const_expr(self.is_of_keys and are_all):  # noqa: SIM102
+                if call.is_by_work != 0:
+                    at = place_of_tile(of_lane.num_tiles, owner, left, call.queries.num_sequences)
             record = TileRecord(left, first + owner, *ends, num_tiles)
             if cutlass.const_expr(self.is_of_keys):
                 record = KeyTileRecord(*record, owned_k)
@@ -469,6 +476,18 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
         for i in cutlass.range_constexpr(AT_ONCE):
             other, of_other = (cute.arch.shuffle_sync(n, first + i) for n in (rank, count))
             place += of_other if other < rank else Int32(0)
+    return place
+
+
+@cute.jit
+def place_of_tile(count: Int32, owner: Int32, left: Int32, num_lanes: Int32) -> Int32:
+    """The place of a tile of lane `owner` among the tiles of all lanes, which have `count` each.
+    `left` tiles of the lane follow it. Those that most tiles follow come first."""
+    place = Int32(0)
+    for first in cutlass.range(0, num_lanes, AT_ONCE):
+        for i in cutlass.range_constexpr(AT_ONCE):
+            other = cute.arch.shuffle_sync(count, first + i) - left
+            place += cutlass.max(other - 1, 0) + Int32(other > 0 and first + i < owner)
     return place
 
 

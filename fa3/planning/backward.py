@@ -69,6 +69,16 @@ of the backward kernel preprocess the next groups."""
 
 QUERY_TILES_AT_ONCE = 512  # about as many as the preprocess kernel does at the same time
 
+MOST_OF_TWO_GROUPS = 400
+"""Most parts of key tiles that are in one or two head groups, longest tiles first, not in more.
+With 224 to 320 parts of 1k keys that gained 4 to 20%, with 512 of 2k it lost 1%
+(docs/experiments.md)."""
+
+MOST_WAVES_FULL = 4
+"""Waves of parts up to which the preprocess kernel does all queries where nothing bounds the keys
+to the right. With two and four waves that gained 2 to 11%, with eight it lost 1%; under a causal
+mask two waves gained up to 10%, three lost 1 to 3% (docs/experiments.md)."""
+
 KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel preprocesses queries. With
 256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
@@ -80,6 +90,11 @@ the right, where key tiles begin at different queries. Without zeros 512 keys ga
 
 HEAD_GROUPS = 4
 """Head groups of packed sequences, so that the preprocess kernel does a quarter of the queries."""
+
+PACKED_L2 = 1.5
+"""Times what L2 holds of Q, dO and dQ that a head group may have for key tiles to come by their
+work. Four sequences of 1k were 1.18 times faster, with 1.4 times L2 0.99 to 1.05, with four or more
+times 0.80 to 0.99 (docs/experiments.md)."""
 
 FEWEST_TILES = 512
 """Key tiles of a head group of packed sequences: some four for each SM, so that no tile alone is
@@ -234,7 +249,7 @@ class BackwardPlan(PlanBase):
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
         blocks = blocks_of_key_tiles(problem.spec, whole.config, sequence, is_ordered)
         sizes = blocks, heads, problem.qhead_per_kvhead, num_sms
-        return replace(whole, shares=choose_shares(*sizes, not whole.dq_is_zeroed, whole.waves))
+        return replace(whole, shares=choose_shares(*sizes, not whole.is_long, whole.waves))
 
     @property
     def kernels(self) -> BackwardKernels:
@@ -321,19 +336,40 @@ class BackwardPlan(PlanBase):
         """Head groups that the preprocess kernel does."""
         if not fuses_preprocess(self.problem.seqlen_k, self.problem.window):
             return self.num_head_groups
+        # CTAs come to the second of two groups at once, with the first one's shortest tiles.
+        is_full = self.problem.window.right == NO_BOUND and not self.is_ordered
+        if self.num_parts <= (MOST_WAVES_FULL if is_full else 2) * TILES_OF_WAVE:
+            return self.num_head_groups
         tiles_per_group = self.heads_per_group * self.key_tiles_of_head
-        groups = -(-TILES_PREPROCESSED // tiles_per_group)
-        is_causal = self.problem.window.right != NO_BOUND
-        is_short = self.alternates or (is_causal and self.num_query_tiles <= QUERY_TILES_AT_ONCE)
-        if is_short and self.num_head_groups == 2 and tiles_per_group <= TILES_OF_WAVE:
-            groups = 2  # CTAs come to the second group at once, with the first one's shortest tiles
-        return min(self.num_head_groups, groups)
+        return min(self.num_head_groups, -(-TILES_PREPROCESSED // tiles_per_group))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether sequences are so long that first stores of dQ cost more than zeros."""
+        problem = self.problem
+        return not self.is_ordered and problem.seqlen_k > most_keys_unzeroed(problem.window)
 
     @property
     def dq_is_zeroed(self) -> bool:
-        """Whether the dQ accumulator starts with zeros."""
-        problem = self.problem
-        return not self.is_ordered and problem.seqlen_k > most_keys_unzeroed(problem.window)
+        """Whether the dQ accumulator starts with zeros. Where all parts run at once, those with the
+        first stores would hold up all others: zeros gained 2 to 5% there (docs/experiments.md)."""
+        is_wave = self.num_parts <= TILES_OF_WAVE and self.num_query_tiles <= QUERY_TILES_AT_ONCE
+        return not self.is_ordered and (self.is_long or is_wave)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are so few parts that one or two head groups should have all of them; with
+        a bound to the right not in a fixed order."""
+        is_free = not self.is_ordered or self.problem.window.right == NO_BOUND
+        return is_free and self.num_parts <= MOST_OF_TWO_GROUPS
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether so few parts are in two head groups, not in one: if L2 does not hold all, or if
+        the preprocess kernel does all. Two unequal groups would lose more than that gains."""
+        fits = self.problem.num_heads_q * self.problem.batch <= self.heads_in_l2
+        is_short = TILES_OF_WAVE < self.num_parts <= 2 * TILES_OF_WAVE and not self.is_ordered
+        return self.heads % 2 == 0 and (is_short or not fits)
 
     @property
     def heads_in_l2(self) -> int:
@@ -346,7 +382,11 @@ class BackwardPlan(PlanBase):
         That is so where all parts of query blocks begin at once, or where key tiles are one short
         block apart, and sequences long enough to pay for the memory (docs/experiments.md)."""
         is_long = self.problem.seqlen_k > MORE_KEYS_UNZEROED
-        is_slow = self.shares.block_parts > 1 or (self.config.warpgroups_share_keys and is_long)
+        is_slow = (
+            self.shares.block_parts > 1
+            or (self.config.warpgroups_share_keys and is_long)
+            or (self.problem.window.right == NO_BOUND and self.is_small)
+        )
         return 2 if self.is_ordered and is_slow else 1
 
     @property
@@ -399,11 +439,13 @@ class BackwardPlan(PlanBase):
         if waves is not None and self.alternates:
             return waves.heads_per_group(self.heads, tiles) * self.shares.block_parts
         # Parts of query blocks of the same heads are in one head group.
-        if problem.window.right == NO_BOUND:
+        if self.is_small:
+            wanted = self.heads // (2 if self.is_halved else 1)
+        elif problem.window.right == NO_BOUND:
             wanted = TILES_PER_GROUP * (2 if self.is_ordered else 1) // tiles
         else:
-            is_small = self.num_parts >= ENOUGH_TILES and not self.is_ordered
-            least = HEADS_PER_GROUP if is_small else MORE_HEADS_PER_GROUP
+            has_many = self.num_parts >= ENOUGH_TILES and not self.is_ordered
+            least = HEADS_PER_GROUP if has_many else MORE_HEADS_PER_GROUP
             wanted = max(TILES_PER_GROUP // tiles, min(least, MOST_TILES_PER_GROUP // tiles))
         groups = max(1, round(self.heads / max(1, min(self.heads_in_l2, wanted))))
         return -(-self.heads // groups) * self.shares.block_parts
@@ -497,6 +539,8 @@ def launch_of_packed(
         dq_is_zeroed=True,  # dQ of packed sequences always starts with zeros
         capacity=capacity,
         shift=shift_of_work(rows.longest_q, config.tile_m),
+        is_by_work=not kernels.is_ordered
+        and rows.total_q * rows.heads_q <= groups * PACKED_L2 * rows_in_l2(kernels.spec),
     )
     return launch, layout
 
@@ -505,8 +549,8 @@ def shares_of_packed(
     spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
 ) -> KeyShares:
     """How CTAs share the key tiles of packed sequences; the host does not know their lengths.
-    It is chosen for as many sequences of the longest length as the rows hold: long sequences have
-    most of the work. Lengths are rounded, so that steps of a training lead to few choices."""
+    One sequence is taken to be the longest, and all others to be equally long. Lengths are rounded,
+    so that steps of a training lead to few choices."""
     total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
     # Memory has room for so many, whatever the lengths are.
     num_tiles = (
@@ -515,32 +559,43 @@ def shares_of_packed(
     )
     if not may_split(num_tiles, num_sms):
         return KeyShares()
-    longest_q = max(1, longest_q)
-    sequences = max(1, total_q // longest_q)
-    lengths = rounded_length(longest_q), rounded_length(max(1, total_k // sequences))
-    heads = heads_kv * sequences, heads_q // heads_kv
-    shares = shares_of_lengths(spec, Sequence(*lengths, window), *heads, is_ordered, num_sms)
+    keys_of_query, others = total_k / max(1, total_q), num_sequences - 1
+
+    def sequence(queries: float) -> Sequence:
+        keys = queries * keys_of_query
+        return Sequence(rounded_length(int(queries)), rounded_length(int(keys)), window)
+
+    sequences = sequence(longest_q), sequence((total_q - longest_q) / max(1, others))
+    counts = 1, rounded_length(others) if others else 0
+    heads = heads_kv, heads_q // heads_kv
+    shares = shares_of_lengths(spec, sequences, counts, *heads, is_ordered, num_sms)
     return shares if may_have_parts(num_tiles * shares.parts, num_sms) else KeyShares()
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def shares_of_lengths(
     spec: AttentionSpec,
-    sequence: Sequence,
-    heads: int,
+    sequences: tuple[Sequence, ...],
+    counts: tuple[int, ...],  # how many there are of each
+    heads_kv: int,
     group: int,
     is_ordered: bool,
     num_sms: int,
 ) -> KeyShares:
-    """How CTAs share the key tiles of equal sequences; `heads` are of all of them."""
-    blocks = blocks_of_key_tiles(spec, choose_backward_config(spec), sequence, is_ordered)
-    return choose_shares(blocks, heads, group, num_sms, is_ordered)
+    """How CTAs share the key tiles of packed sequences, those with most blocks first."""
+    config, blocks = choose_backward_config(spec), list[int]()
+    for one, count in zip(sequences, counts, strict=True):
+        blocks += count * blocks_of_key_tiles(spec, config, one, is_ordered)
+    if not is_ordered:
+        blocks.sort(reverse=True)
+    waits = is_ordered or sequences[0].seqlen_k <= most_keys_unzeroed(sequences[0].window)
+    return choose_shares(tuple(blocks), heads_kv, group, num_sms, waits)
 
 
 def rounded_length(length: int) -> int:
-    """A length to three binary digits, upwards."""
+    """A length to three binary digits, upwards, and at least 1."""
     unit = 1 << max(0, length.bit_length() - 3)
-    return -(-length // unit) * unit
+    return max(1, -(-length // unit) * unit)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

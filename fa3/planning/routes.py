@@ -240,6 +240,7 @@ class Signature:
         )  # fmt: skip
         named = {
             "window_left": window.left, "window_right": window.right, "num_ctas": self.gpu.num_sms,
+            "is_by_work": None,
         }  # fmt: skip
         table = Launch.of(kernel, TileTableArguments, **named)
         values: dict[str, Any] = {"schedule_state": FromCall("table")}

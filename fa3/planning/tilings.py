@@ -49,10 +49,14 @@ class TiledProblem:
 
     @property
     def heads_per_section(self) -> int:
-        """Consecutive query heads whose K and V fit into L2 together: a section of the order."""
+        """Consecutive query heads whose K and V fit into L2 together: a section of the order.
+        Without a mask it is the smaller `FULL_SHARE` of L2, if that holds two or more heads."""
         problem, spec = self.problem, self.problem.spec
-        kv_bytes = problem.seqlen_k * spec.key_bytes
-        kv_heads = max(1, self.gpu.l2_bytes // max(1, kv_bytes))
+        kv_bytes = max(1, problem.seqlen_k * spec.key_bytes)
+        kv_heads = max(1, self.gpu.l2_bytes // kv_bytes)
+        few = int(FULL_SHARE * self.gpu.l2_bytes) // kv_bytes
+        if not has_mask(spec) and few > 1:
+            kv_heads = few
         heads = problem.batch * problem.num_heads_q
         return max(1, min(kv_heads * problem.qhead_per_kvhead, heads))
 
@@ -206,6 +210,11 @@ TILINGS_IN_FP8 = tuple(
 )
 """The same for q, k and v in FP8, measured on an H100 on 2026-11-26. Of sums in one level only the
 tiling for head size 128 was chosen by measurement, on 2026-11-27."""
+
+FULL_SHARE = 0.2
+"""Share of L2's bytes for K and V that a section has without a mask, where no longest tile must be
+early. Its tiles then run at about the same time: 2 to 10% faster at 300 to 4k keys, at 16k up to 3%
+slower with one head instead of four (docs/experiments.md)."""
 
 FEW_TILES = 8
 """With fewer query tiles per head, an odd number of them makes clusters of two cost more than they
