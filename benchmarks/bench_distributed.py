@@ -154,6 +154,14 @@ def torch_call(
     return lambda: call().transpose(1, 2)
 
 
+def replay_of(call: Callable) -> Callable:
+    """Return what replays a call from a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
 def block_time(call: Callable, count: int, device: torch.device) -> float:
     """Return microseconds of a call on the slowest rank."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else int
@@ -182,6 +190,8 @@ def measure(cell: Cell, options: Namespace, device: torch.device, stack: ExitSta
                 result = layout.shard(result, result.ndim - 3)
             expected = result if expected is None else expected
             errors[name] = (result.float() - expected.float()).abs().max().item()
+            if options.graphs:
+                calls[name] = replay_of(calls[name])
             most = block_time(calls[name], 2, device)
             counts[name] = 1 if options.cpu else max(1, min(1000, int(options.block_ms * K / most)))
         except Exception as error:
@@ -250,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", nargs="+", default=[""], help="only cells with one of these")
     parser.add_argument("--only", nargs="+", help="only these providers, and one GPU")
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on gloo, as a test")
+    parser.add_argument("--graphs", action="store_true", help="replay calls from CUDA graphs")
     parser.add_argument("--out", type=Path, help="results directory")
     options = parser.parse_args(arguments)
     if not options.cpu and torch.cuda.device_count() < options.ranks:
