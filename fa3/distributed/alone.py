@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,41 +30,34 @@ WAITING_SMS = 2
 """SMs that a part leaves while rows are under way: kernels that wait for a word have one each."""
 
 
-class Asked(NamedTuple):
-    """What a call over ranks asks of attention."""
-
-    options: Options
-    softmax_scale: float | None
-    deterministic: bool
-    has_gradient: bool
-
-
 @dataclass(eq=False)
 class KeyPart:
     """Attention of some rows of this rank to keys that they see.
 
     Attributes:
         rows: of this rank; keys: among those that come here together.
-        own: the keys among this rank's rows if all of them are there; else None.
+        merges: other parts have the same rows; this one is merged into the first of them.
         lengths: of packed sequences; their tensors have a batch of 1 all the same.
         attention, gradients: what is launched, after the first time.
     """
 
-    asked: Asked
+    options: Options
+    softmax_scale: float | None
+    deterministic: bool
     rows: slice = field(default_factory=lambda: ALL)
     keys: slice = field(default_factory=lambda: ALL)
-    own: slice | None = None
+    merges: bool = False
     lengths: Lengths | None = None
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
 
-    def at(self, rows: slice, keys: slice, window: Window, own: slice | None = None) -> "KeyPart":
-        """Return a part of these rows and keys that is as here in all else."""
-        options = self.asked.options._replace(window=window)
-        if own is not None:
+    def at(self, window: Window, waits: bool, **changed: Any) -> "KeyPart":
+        """Return a part with another window, and perhaps more, that is as here in all else.
+        If rows are on their way while it runs, kernels of others wait for them."""
+        options = self.options._replace(window=window)
+        if waits:
             options = options._replace(sm_margin=max(options.sm_margin, WAITING_SMS))
-        asked = self.asked._replace(options=options)
-        return replace(self, asked=asked, rows=rows, keys=keys, own=own)
+        return replace(self, options=options, **changed)
 
     def without_batch(self, tensors: Iterable[Tensor | None]) -> Iterable:
         """Return tensors as the call takes them."""
@@ -87,13 +80,11 @@ class KeyPart:
 
     def prepare(self, placed: tuple, longest: tuple[int, int] | None) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
-        options, softmax_scale, deterministic, has_gradient = self.asked
-        described = describe_tensors(options.kind, placed)
-        options = options._replace(has_gradient=has_gradient)
-        call: Any = of_any_lengths(prepare_call, described, options)
-        scale = check_scale(softmax_scale, placed[0].shape[-1])
-        num_sms = gpu_for_call(placed[0].device, options.sm_margin).num_sms
-        self.gradients = BackwardCall(call.problem, longest, scale, deterministic, num_sms)
+        described = describe_tensors(self.options.kind, placed)
+        call: Any = of_any_lengths(prepare_call, described, self.options)
+        scale = check_scale(self.softmax_scale, placed[0].shape[-1])
+        num_sms = gpu_for_call(placed[0].device, self.options.sm_margin).num_sms
+        self.gradients = BackwardCall(call.problem, longest, scale, self.deterministic, num_sms)
         self.attention = call
 
     def backward(self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True) -> FourGradients:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,12 @@ from fa3.calls.options import (
     flag,
 )
 from fa3.complaints import shown
-from fa3.distributed.alone import Asked, KeyPart
-from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, group_of
-from fa3.distributed.hops import HopMaker, Hops
+from fa3.distributed.alone import KeyPart
+from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, group_of
+from fa3.distributed.hops import Hops, gather, ring
 from fa3.distributed.layouts import Documents, SequenceLayout
 from fa3.distributed.planning import methods_for, plan
-from fa3.distributed.transfer import released_after_errors
-from fa3.distributed.ulysses import Ulysses, ulysses_of
+from fa3.distributed.ulysses import Ulysses, ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -75,7 +75,6 @@ def flash_attn_func(
             says: "gather" or "ulysses".
         seqlen: rows of the whole sequence, where the ranks are known to agree. None, or less than
             two for each rank: they tell each other what they were asked for; the host waits.
-        window_size: not with "ring".
         alibi_slopes: not with "ring", nor with "gather" if keys after a query's position are seen.
         softmax_scale and the others: as `fa3.flash_attn_func` takes them, the same on all ranks.
         score, mask, dropout_p: depend on positions in the whole sequence; not supported yet.
@@ -148,13 +147,12 @@ def attend_over_ranks(
         if latest is not None:
             latest.remember(operands, (16,) * len(operands), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
-    with released_after_errors():
-        if wants_gradient(q, k, v, sinks):
-            run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
-            run_back = functools.partial(method.backward, modifiers)
-            out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
-        else:
-            out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
+    if wants_gradient(q, k, v, sinks):
+        run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
+        run_back = functools.partial(method.backward, modifiers)
+        out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
+    else:
+        out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
     if is_packed:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if returns_lse else out
@@ -213,9 +211,9 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
     has_gradient = wants_gradient(q, k, v, sinks)
     options = Options(
         window, softcap, sm_margin=sm_margin, pack_gqa=False if has_gradient else None,
-        kind=PACKED if is_packed else DENSE,
+        kind=PACKED if is_packed else DENSE, has_gradient=has_gradient,
     )  # fmt: skip
-    asked = Asked(options, named["softmax_scale"], deterministic, has_gradient)
+    asked = options, named["softmax_scale"], deterministic
     check_softcap(softcap)
     check_scale(named["softmax_scale"], 1)
     flag("return_lse", named["return_lse"])
@@ -246,22 +244,18 @@ def prepare(call: tuple, seqlen: int, group: dist.ProcessGroup) -> Hops | Ulysse
     described, asked, layout, method = call
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
     *_, heads_kv, columns_v = of_v
-    split, window = layout.split(seqlen, group), asked.options.window
+    split, window = layout.split(seqlen, group), asked[0].window
     if rows != (wanted := split.rows[split.rank]):
         raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
     if method == "auto":
-        sizes = seqlen, group.size(), heads, heads_kv, columns, columns_v
+        numbers = seqlen, group.size(), heads, heads_kv, columns, columns_v
         named = {"window_size": window, "has_slopes": described[3] is not None}
-        method = plan(layout, *sizes, **named).method
-    part, dtype = KeyPart(asked), described[0].dtype
-    ends = layout.cu_seqlens if asked.options.kind == PACKED else ()
-    of_kv = (heads_kv, columns), (heads_kv, columns_v)
-    if method == "ulysses":
-        return ulysses_of(split, part, ends, batch, ((heads, columns), *of_kv), dtype, device)
-    make = HopMaker(split, part, batch, of_kv, dtype, device)
-    if method == "ring":
-        return make.ring()
-    return make.packed_gather(ends) if ends else make.gather()
+        method = plan(layout, *numbers, **named).method
+    ends = layout.cu_seqlens if asked[0].kind == PACKED else ()
+    sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
+    of = RankCall(split, KeyPart(*asked), ends, batch, sizes, described[0].dtype, device)
+    makers: dict[str, Callable[[RankCall], Hops | Ulysses]] = {"gather": gather, "ring": ring}
+    return makers.get(method, ulysses)(of)
 
 
 def without_rows(value: object) -> object:

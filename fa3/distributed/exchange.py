@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from fa3.complaints import shown
-from fa3.distributed.pieces import Runs
-from fa3.distributed.transfer import released_after_errors
+from fa3.distributed.alone import KeyPart
+from fa3.distributed.transfer import RowExchange, Runs, Transfer
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -65,6 +65,30 @@ class Split:
         return torch.cat([x[:, :0], *rows], 1)
 
 
+class RankCall(NamedTuple):
+    """A call over ranks, without what its tensors hold.
+
+    Attributes:
+        part: with what is asked for; ends: of documents, or none.
+        sizes: heads and columns of q, k and v.
+    """
+
+    split: Split
+    part: KeyPart
+    ends: tuple[int, ...]
+    batch: int
+    sizes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def transfer(
+        self, exchange: RowExchange, dtype: torch.dtype, number: int, sizes: Any, **named: bool
+    ) -> Transfer:
+        """Return a transfer of tensors with these heads and columns."""
+        group = self.split.group
+        return Transfer(exchange, dtype, number, group, self.batch, sizes, self.device, **named)
+
+
 @functools.lru_cache(maxsize=64)
 def orders(chunks: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the sequence row of each row of all ranks, and the other way round."""
@@ -90,8 +114,7 @@ class OverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients: Tensor | None):
         """Return what `run_back` returns: a gradient of each tensor, or None."""
-        with released_after_errors():
-            return None, None, *ctx.run_back(*gradients, *ctx.saved_tensors)
+        return None, None, *ctx.run_back(*gradients, *ctx.saved_tensors)
 
 
 def agree_on_rows(

@@ -9,48 +9,84 @@ Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fa3.distributed.alone import ALL, FourGradients, KeyPart, packed_lengths
-from fa3.distributed.exchange import Split, orders
-from fa3.distributed.pieces import (
+from fa3.distributed.exchange import RankCall, orders
+from fa3.distributed.transfer import (
     Move,
     RowExchange,
     Runs,
+    Transfer,
     everything_of,
     exchange_of,
     together,
     with_begins,
 )
-from fa3.distributed.transfer import Transfer, by_rows, transfer_of
 from fa3.problem import NO_BOUND, Window
+
+Terms = list[tuple[slice, Sequence[Tensor]]]
+"""Rows, and what is added up there of each of some tensors."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """Keys that come here together.
+    """Keys that come here together, or this rank's own.
 
     Attributes:
-        parts: in the order of the rows.
-        total: keys; kept: those that are this rank's.
-        coming, going: bring keys here, and gradients back.
-        added: places among the first hop's keys, and rows of what comes back that is added there.
+        keys: all of them.
+        kept: how this rank gets its own keys.
+        coming, going: bring keys here, and gradients back; None for this rank's own.
         order: of what comes, in which parts count, and which has a row twice at most; or None.
     """
 
     parts: tuple[KeyPart, ...]
-    total: int
-    kept: list[Move]
-    coming: Transfer
-    going: Transfer
-    added: list[tuple[slice, slice]]
+    keys: slice = field(default_factory=lambda: ALL)
+    kept: Sequence[Move] = ()
+    coming: Transfer | None = None
+    going: Transfer | None = None
     order: Tensor | None = None
+
+    def start(self, k: Tensor, v: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """Begin to get keys and values; return what waits for them."""
+        if self.coming is None:
+            return lambda: (k, v)
+        wait, order = self.coming.start((k, v)), self.order
+        return wait if order is None else lambda: [x.index_select(1, order) for x in wait()]
+
+    def start_back(self, gradients: Terms, terms: Terms, q: Tensor) -> Callable[[], None]:
+        """Begin to bring gradients of keys back. Add gradients of this rank's own rows to terms;
+        return what adds the gradients that come from other ranks."""
+        if (going := self.going) is None:
+            terms += gradients
+            return lambda: None
+        sums = list(gradients.pop()[1]) if [keys for keys, _ in gradients] == [self.keys] else []
+        if not sums:
+            shapes = ((len(q), self.keys.stop, *size) for size in going.sizes)
+            sums = [q.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+        for keys, more in gradients:
+            for one, x in zip(sums, more, strict=True):
+                if self.order is None:
+                    one[:, keys].add_(x)
+                else:
+                    one.index_add_(1, self.order, x)
+        wait = going.start(sums)
+        for _, _, rows, places in self.kept:
+            terms.append((rows, [x[:, places] for x in sums]))
+
+        def finish() -> None:
+            arrived = wait()
+            for source, target, _, rows in going.exchange.moves:
+                if target == going.rank:
+                    of = [x[source] for x in arrived] if going.by_source else arrived
+                    terms.append((rows, [x[:, rows] for x in of]))
+
+        return finish
 
 
 @dataclass(frozen=True)
@@ -63,122 +99,92 @@ class Hops:
 
     hops: tuple[Hop, ...]
 
-    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Hop, Callable]]:
-        """Yield each hop with its number, and what returns the keys of a part."""
-        own, hops = by_rows(k, v), self.hops
-        hops[0].coming.start(own)
+    def arrivals(self, k: Tensor, v: Tensor, step: int) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
+        """Yield each hop and its keys and values."""
+        # Copy engines want rows without gaps.
+        hops, own = self.hops[::step], (k.contiguous(), v.contiguous())
+        waits = [hops[0].start(*own)]
         for i, hop in enumerate(hops):
-            if i + 1 < len(hops):
-                hops[i + 1].coming.start(own)
-            ordered = None
-            if hop.order is not None:
-                hop.coming.wait()
-                ordered = [x.index_select(0, hop.order).transpose(0, 1) for x in hop.coming.tensors]
-
-            def keys_of(part: KeyPart, hop: Hop = hop, ordered: Any = ordered) -> list[Tensor]:
-                if part.own is not None:
-                    return [k[:, part.own], v[:, part.own]]
-                hop.coming.wait()
-                return ordered or hop.coming.at(part.keys)
-
-            yield i, hop, keys_of
-            hop.coming.release()
+            waits += [after.start(*own) for after in hops[i + 1 : i + 2]]
+            yield hop, waits[i]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
-        lses: Any = [None] * len(self.hops[0].parts)
-        total: Any = None
-        out = q.new_empty(*q.shape[:3], v.shape[3])
-        for i, hop, keys_of in self.arrivals(k, v):
-            # This rank's own keys first, while others come.
-            for j, part in sorted(enumerate(hop.parts), key=lambda pair: pair[1].own is None):
-                target = out[:, part.rows]
-                tensors = q[:, part.rows], *keys_of(part), None if i else target
-                result, lse = part.forward(tensors, (None, None) if i else modifiers)
-                if i:
-                    merge_into(total[:, part.rows], lses[0][:, :, part.rows], result, lse)
-                else:
-                    lses[j] = lse
-            if i == 0 and len(self.hops) > 1:
-                total = out.float()
+        lses, out = dict[int, Tensor](), q.new_empty(*q.shape[:3], v.shape[3])
+        total = None  # type: Any
+        for hop, keys in self.arrivals(k, v, 1):
+            for part in hop.parts:
+                rows, read = part.rows, [q[:, part.rows], *(x[:, part.keys] for x in keys)]
+                if not part.merges:
+                    _, lses[rows.start] = part.forward((*read, out[:, rows]), modifiers)
+                    continue
+                if total is None:
+                    total, lses = out.float(), {0: lse_of_rows(lses)}
+                merge_into(
+                    total[:, rows], lses[0][:, :, rows], *part.forward((*read, None), (None, None))
+                )
         out = out if total is None else total.to(q.dtype)
-        return out, torch.cat(lses, 2) if returns_lse else None, (q, out, k, v, *lses)
+        saved = q, out, k, v, *(lses[begin] for begin in sorted(lses))
+        return out, lse_of_rows(lses) if returns_lse else None, saved
 
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
-        """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
+        """Return the gradients: each part's with out and the log-sum-exp of all keys.
+        This rank's own keys come last, while gradients go back to other ranks."""
         q, out, k, v, *lses = saved
-        finish_hop = dq = d_sinks = own = None  # type: Any
-        for i, hop, keys_of in self.arrivals(k, v):
-            sums, dqs, finish = list[Tensor](), dict[int, Tensor](), None
-            # The last part sees most keys. Parts that see only this rank's keys run while sums go
-            # back to other ranks.
-            pairs = sorted(
-                enumerate(hop.parts), key=lambda pair: (pair[1].own is not None, -pair[0])
-            )
-            for j, part in pairs:
+        of_q, of_kv, finish = Terms(), Terms(), lambda: None
+        d_sinks: Tensor | None = None
+        begins = sorted(x.rows.start for hop in self.hops for x in hop.parts if not x.merges)
+        for hop, keys in self.arrivals(k, v, -1):
+            of_keys = Terms()
+            for part in hop.parts[::-1]:
                 rows = part.rows
-                if part.own is not None and finish is None:
-                    finish = self.start_back(hop, sums, q)
-                tensors: list[Any] = [q[:, rows], *keys_of(part), out[:, rows]]
-                tensors += [lses[0][:, :, rows].contiguous() if i else lses[j]]
-                tensors += [None if d_out is None else d_out[:, rows]]
+                lse = lses[begins.index(rows.start)] if len(lses) > 1 else lses[0][:, :, rows]
+                tensors: list[Any] = [q[:, rows], *(x[:, part.keys] for x in keys), out[:, rows]]
+                tensors += [lse.contiguous(), None if d_out is None else d_out[:, rows]]
                 tensors += [None if d_lse is None else d_lse[:, :, rows]]
-                # The first hop of several has the sinks, and several have no slopes.
-                of_hop = (None, None) if i else modifiers
-                dqs[j], *dkv, more = part.backward(tensors, of_hop)
+                dq, *dkv, more = part.backward(tensors, (None, None) if part.merges else modifiers)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
-                add_keys(sums, dkv, part.keys, hop.total)
-            finish = finish or self.start_back(hop, sums, q)
-            if i:
-                for j, part in enumerate(hop.parts):
-                    dq[:, part.rows].add_(dqs[j])
-                finish_hop(own)
-            else:
-                in_order = [dqs[j] for j in sorted(dqs)]
-                own, dq = sums, torch.cat(in_order, 1) if len(dqs) > 1 else in_order[0]
-                dq = dq.float() if len(self.hops) > 1 else dq
-            finish_hop = finish
-        finish_hop(own)
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        for _, _, rows, places in self.hops[0].kept:
-            for x, total in zip((dk, dv), own, strict=True):
-                x[:, rows].copy_(total[:, places])
+                of_q.append((rows, [dq]))
+                of_keys.append((part.keys, dkv))
+            finish_next = hop.start_back(of_keys, of_kv, q)
+            finish()
+            finish = finish_next
+        finish()
+        (dq,), (dk, dv) = added_up(of_q, q), added_up(of_kv, k, v)
         return dq, dk, dv, d_sinks
 
-    def start_back(self, hop: Hop, sums: list[Tensor], q: Tensor) -> Callable:
-        """Begin to exchange sums of dK and dV of a hop: other ranks' go to them, this one's come.
-        The sums become of all keys of the hop. Return what adds those that have come to sums over
-        the first hop's keys."""
-        if not sums or hop.order is not None:
-            ordered = tuple(sums)
-            total = len(q), hop.total
-            sums[:] = [q.new_zeros(*total, *x, dtype=torch.float32) for x in hop.going.sizes]
-            for x, y in zip(sums, ordered, strict=False):
-                x.index_add_(1, hop.order, y)  # type: ignore[arg-type]
-        hop.going.start(by_rows(*sums))
 
-        def finish(own: list[Tensor]) -> None:
-            hop.going.wait()
-            for places, rows in hop.added:
-                for total, x in zip(own, hop.going.at(rows), strict=True):
-                    total[:, places].add_(x)
-            hop.going.release()
-
-        return finish
+def lse_of_rows(lses: dict[int, Tensor]) -> Tensor:
+    """Return the log-sum-exp of all rows from the parts', by their first rows."""
+    parts = [lses[begin] for begin in sorted(lses)]
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def add_keys(sums: list[Tensor], gradients: list[Tensor], keys: slice, count: int) -> None:
-    """Add gradients of some keys to sums over all of them, or make the sums of them."""
-    begin, end, _ = keys.indices(count)
-    if not sums:
-        is_whole = end - begin == count
-        sums += [x if is_whole else F.pad(x, (0, 0, 0, 0, begin, count - end)) for x in gradients]
-        return
-    for total, x in zip(sums, gradients, strict=True):
-        total[:, begin:end].add_(x)
+def added_up(terms: Terms, *likes: Tensor) -> Sequence[Tensor]:
+    """Return sums of terms, in these tensors' shapes and dtypes; the terms may be lost."""
+    if len(terms) == 1 and terms[0][1][0].dtype == likes[0].dtype:
+        return terms[0][1]
+    results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in likes]
+    edges = {edge for rows, _ in terms for edge in (rows.start, rows.stop)}
+    for begin, end in pairwise(sorted(edges)):
+        found = [
+            [x[:, begin - rows.start : end - rows.start] for x in tensors]
+            for rows, tensors in terms
+            if rows.start <= begin and end <= rows.stop
+        ]
+        for result, (first, *others) in zip(results, zip(*found, strict=True), strict=True):
+            if len(others) > 1:
+                first, *others = first.float(), *others  # a copy unless it is float32
+            for other in others[:-1]:
+                first.add_(other)
+            if others:
+                torch.add(first, others[-1], out=result[:, begin:end])
+            else:
+                result[:, begin:end].copy_(first)
+    return results
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -190,117 +196,144 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     lse.copy_(both)
 
 
-class HopMaker(NamedTuple):
-    """Makes the hops of a call on keys and values of these sizes."""
-
-    split: Split
-    part: KeyPart  # with what is asked for
-    batch: int
-    sizes: tuple[tuple[int, int], ...]  # heads and columns
-    dtype: torch.dtype
-    device: torch.device
-
-    def hop(
-        self,
-        number: int,
-        parts: Sequence[KeyPart],
-        exchange: RowExchange,
-        own: list[Move],  # of the first hop: how this rank gets its own keys
-        order: Tensor | None = None,
-    ) -> Hop:
-        """Return a hop of these parts."""
-        rank, (back, away), moves = self.split.rank, exchange.back(), exchange.moves
-        if all(part.own is not None for part in parts):
-            # This rank's keys are read where they are.
-            moves = tuple(move for move in moves if move not in own)
-        named = self.split.group, self.batch, self.sizes, self.device
-        coming = transfer_of(exchange._replace(moves=moves), self.dtype, 2 * number, *named)
-        going = transfer_of(back, torch.float32, 2 * number + 1, *named)
-        added = []
-        for move, home in zip(away, back.moves, strict=True):
-            for _, _, rows, places in own if move.source == rank else ():
-                if rows.start <= move.rows.start < rows.stop:
-                    after = places.start - rows.start
-                    at = slice(move.rows.start + after, move.rows.stop + after)
-                    added.append((at, home.places))
-        return Hop(tuple(parts), exchange.totals[rank], own, coming, going, added, order)
-
-    def gather(self) -> Hops:
-        """Return a hop of this rank's chunks, each with the keys that it sees."""
-        chunks, rank = self.split.chunks, self.split.rank
-        parts, exchange = parts_of(chunks, rank, self.part)
-        return Hops((self.hop(0, parts, exchange, exchange.kept(rank)),))
-
-    def packed_gather(self, ends: tuple[int, ...]) -> Hops:
-        """Return a hop of all rows, of which a rank's chunks of documents see some."""
-        (left, right), seen, split = self.part.asked.options.window, [], self.split
-        chunks = split.chunks[split.rank]
-        for i, chunk in enumerate(chunks):
-            # Each document has two chunks, of which one or both may be empty.
-            begin, end = ends[i // 2], ends[i // 2 + 1]
-            first = begin if left < 0 else max(chunk.start - left, begin)
-            seen.append(range(first, (end if right < 0 else chunk.stop) if chunk else first))
-        places = orders(split.chunks, self.device)[1]
-        order = torch.cat([places[:0], *(places[one.start : one.stop] for one in seen)])
-        lengths = packed_lengths(self.device, tuple(map(len, chunks)), tuple(map(len, seen)))
-        exchange, part = everything_of(split.rows), replace(self.part, lengths=lengths)
-        return Hops((self.hop(0, [part], exchange, exchange.kept(split.rank), order),))
-
-    def ring(self) -> Hops:
-        """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
-        chunks, rank, part, hops = self.split.chunks, self.split.rank, self.part, []
-        is_causal, everything = part.asked.options.window.right == 0, Window(NO_BOUND, NO_BOUND)
-        own: list[Move] = []
-        for step in range(len(chunks)):
-
-            def seen_by(chunk: range, target: int = rank, step: int = step) -> tuple[range, ...]:
-                held = chunks[target - step]
-                if not (step and is_causal):
-                    return held
-                return tuple(keys for keys in held if keys.start < chunk.start)
-
-            wanted = []
-            for target, held in enumerate(chunks):
-                # The last chunk with rows sees most.
-                last = list(filter(len, held))[-1:]
-                wanted.append(together(keys for chunk in last for keys in seen_by(chunk, target)))
-            exchange, parts, end = exchange_of(chunks, tuple(wanted)), [], 0
-            if not step:
-                own = exchange.kept(rank)
-                # A rank's chunks are in order, so a causal mask is right inside of them.
-                parts = [part.at(ALL, ALL, part.asked.options.window, own=ALL)]
-            for seen, group in groupby(chunks[rank] if step else (), seen_by):
-                begin, end = end, end + sum(map(len, group))
-                if begin < end and (count := sum(map(len, seen))):
-                    parts.append(part.at(slice(begin, end), slice(0, count), everything))
-            hops.append(self.hop(step, parts, exchange, own))
-        return Hops(tuple(hops))
+def gather(call: RankCall) -> Hops:
+    """Return this rank's own keys, and a hop of all others that are seen."""
+    if call.ends:
+        return packed_gather(call)
+    rows = call.split.rows
+    return hops_of(call, [((range(sum(rows)),),) * len(rows)], by_source=True)
 
 
-def parts_of(chunks: Runs, rank: int, part: KeyPart) -> tuple[list[KeyPart], RowExchange]:
-    """Return a rank's chunks, each with the keys that it sees, and how ranks get them.
-    Bottom-right alignment puts the chunk's last query at the last of the keys. Where keys after the
-    chunk are seen, the window makes up for it."""
-    left, right = part.asked.options.window
-    seqlen = sum(len(chunk) for held in chunks for chunk in held)
+def ring(call: RankCall) -> Hops:
+    """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
+    split, part = call.split, call.part
+    held = [tuple(together(one) or one[:1]) for one in split.chunks]
+    steps = [tuple(held[i - step] for i in range(len(held))) for step in range(len(held))]
+    first, *others = hops_of(call, steps, by_source=False).hops
+    window = part.options.window
+    if window.left < 0 and window.right <= 0:
+        # A rank's chunks are in order, so a causal mask is right inside of them.
+        rows = slice(0, split.rows[split.rank])
+        first = Hop((part.at(window, True, rows=rows, keys=rows),))
+    return Hops((first, *others))
 
-    def seen_by(chunk: range) -> range:
-        first = 0 if left < 0 else max(chunk.start - left, 0)
-        last = seqlen if right < 0 else min(chunk.stop + right, seqlen)
-        return range(first, last if chunk else first)
 
+def packed_gather(call: RankCall) -> Hops:
+    """Return a hop of all rows, of which a rank's chunks of documents see some."""
+    (left, right), seen, split = call.part.options.window, [], call.split
+    chunks = split.chunks[split.rank]
+    for i, chunk in enumerate(chunks):
+        # Each document has two chunks, of which one or both may be empty.
+        begin, end = call.ends[i // 2], call.ends[i // 2 + 1]
+        first = begin if left < 0 else max(chunk.start - left, begin)
+        seen.append(range(first, (end if right < 0 else chunk.stop) if chunk else first))
+    places = orders(split.chunks, call.device)[1]
+    order = torch.cat([places[:0], *(places[one.start : one.stop] for one in seen)])
+    lengths = packed_lengths(call.device, tuple(map(len, chunks)), tuple(map(len, seen)))
+    part = replace(call.part, rows=slice(0, split.rows[split.rank]), lengths=lengths)
+    return Hops((hop_of(call, [part], everything_of(split.rows), 0, True, order),))
+
+
+def hops_of(call: RankCall, steps: list[Runs], by_source: bool) -> Hops:
+    """Return a hop for each step, in which ranks see runs of keys; but parts that see this rank's
+    own keys only are in the first."""
+    chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
+    for i, seen in enumerate(steps):
+        of_ranks = [
+            parts_of(held, keys, call.part, len(steps) > 1)
+            for held, keys in zip(chunks, seen, strict=True)
+        ]
+        mine, parts, _ = of_ranks[call.split.rank]
+        own += mine
+        wanted = tuple(keys for *_, keys in of_ranks)
+        if any(len(run) for runs in wanted for run in runs):
+            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), i, by_source))
+    return Hops((Hop(tuple(own)), *hops))
+
+
+def hop_of(
+    call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int, by_source: bool,
+    order: Tensor | None = None,
+) -> Hop:  # fmt: skip
+    """Return a hop of these parts; `number` and `by_source` are its transfers'."""
+    rank, of_kv = call.split.rank, call.sizes[1:]
+    kept = [move for move in exchange.moves if move.source == rank == move.target]
+    # Gradients of this rank's own keys are added up where they are.
+    back = exchange.back(call.split.rows, but=rank)
+    coming = call.transfer(exchange, call.dtype, number % 2, of_kv)
+    flags = {"by_source": by_source, "is_free": True}
+    going = call.transfer(back, torch.float32, 2 + number, of_kv, **flags)
+    return Hop(tuple(parts), slice(0, exchange.totals[rank]), kept, coming, going, order)
+
+
+def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:
+    """Return the rows of a run that see any of these keys, the keys that they see, and the window
+    that shows them. Bottom-right alignment puts the last row at the last of the keys."""
+    left, right = window
+    begin = run.start if right < 0 else max(run.start, keys.start - right)
+    end = run.stop if left < 0 else min(run.stop, keys.stop + left)
+    first = keys.start if left < 0 else max(keys.start, begin - left)
+    last = keys.stop if right < 0 else min(keys.stop, end + right)
+    rows, keys = range(begin, max(begin, end)), range(first, max(first, last))
+    if not rows or not keys:
+        return run[:0], run[:0], window
+    after = last - end
+    # Where a bound hides nothing there is none.
+    is_free = left < 0 or 0 < after >= len(keys) - 1 - left
+    left = NO_BOUND if is_free else left + after
+    is_free = right < 0 or 0 < -after >= len(rows) - 1 - right
+    return rows, keys, Window(left, NO_BOUND if is_free else right - after)
+
+
+def parts_of(
+    held: tuple[range, ...], key_runs: tuple[range, ...], part: KeyPart, waits: bool
+) -> tuple[list[KeyPart], list[KeyPart], tuple[range, ...]]:
+    """Return the parts of a rank that has these chunks and sees these runs of keys: parts that see
+    its own keys, and others. Return, too, which keys come for the others."""
+    runs, own, others = with_begins(together(held) or held[:1]), list[KeyPart](), []
     wanted = []
-    for held in chunks:
-        seen = list(filter(len, map(seen_by, held))) or [range(0)]
-        wanted.append((range(min(x.start for x in seen), max(x.stop for x in seen)),))
-    runs, first, parts = with_begins(together(chunks[rank])), wanted[rank][0].start, []
-    for chunk, begin in with_begins(chunks[rank]):
-        keys, own = seen_by(chunk), None
-        after = max(keys.stop - chunk.stop, 0)
-        moved = Window(left if left < 0 else left + after, right if right < 0 else right - after)
-        for run, row in runs:
-            if run.start <= keys.start and keys.stop <= run.stop:
-                own = slice(keys.start - run.start + row, keys.stop - run.start + row)
-        places = slice(keys.start - first, keys.stop - first) if keys else slice(0, 0)
-        parts.append(part.at(slice(begin, begin + len(chunk)), places, moved, own))
-    return parts, exchange_of(chunks, tuple(wanted))
+    for key_run in key_runs:
+        found = []
+        for run, _ in runs:
+            rows, keys, window = seen_by(run, key_run, part.options.window)
+            sees_itself = key_run.start <= run.start and run.stop <= key_run.stop
+            if keys or sees_itself:
+                at, named = placed(keys, runs), {"rows": placed(rows, runs), "keys": None}
+                one = part.at(window, waits or bool(at), **named, merges=not sees_itself)
+                if at:
+                    own.append(replace(one, keys=at))
+                else:
+                    found.append((keys, one))
+        first = min((keys.start for keys, _ in found), default=0)
+        wanted.append(range(first, max((keys.stop for keys, _ in found), default=0)))
+        others += found
+    runs = with_begins(wanted)
+    parts = [replace(one, keys=placed(keys, runs) or ALL) for keys, one in others]
+    return with_joined(own), with_joined(parts), tuple(wanted)
+
+
+def placed(rows: range, runs: list[tuple[range, int]]) -> slice | None:
+    """Return where rows are among runs, each with its place, if one of these has all of them."""
+    for run, begin in runs:
+        if run.start <= rows.start and rows.stop <= run.stop:
+            return slice(rows.start - run.start + begin, rows.stop - run.start + begin)
+    return None
+
+
+def with_joined(parts: list[KeyPart]) -> list[KeyPart]:
+    """Return parts, of which those that see all of neighbouring keys are one."""
+    results = list[KeyPart]()
+    for part in sorted(parts, key=lambda part: part.merges):
+        while results:
+            last = results[-1]
+            if part.options != last.options or part.options.window != Window(NO_BOUND, NO_BOUND):
+                break
+            if part.keys == last.keys and last.rows.stop == part.rows.start:
+                part = replace(part, rows=slice(last.rows.start, part.rows.stop))
+            elif part.rows == last.rows and last.keys.stop == part.keys.start:
+                part = replace(part, keys=slice(last.keys.start, part.keys.stop))
+            else:
+                break
+            results.pop()
+        results.append(part)
+    return results

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, group_of
-from fa3.distributed.pieces import Runs
+from fa3.distributed.transfer import Runs
 
 
 class SequenceLayout:

@@ -124,7 +124,6 @@ def methods_for(
         },
         "ring": {
             "documents": is_packed,
-            "window_size": window.left >= 0 or window.right > 0,
             "alibi_slopes": has_slopes,
         },
         "ulysses": {},

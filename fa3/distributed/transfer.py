@@ -1,45 +1,95 @@
 """Rows on their way between ranks: by copies into memory that ranks share, or by messages.
 
 On one host a GPU writes rows into memory of the others. Its copy engine does that, which takes no
-SM. Two words for each pair of ranks say what has come, and what may be written again. Elsewhere
-ranks send and receive through `torch.distributed`.
+SM. Ranks meet before the copies, when no rank reads that memory any more, and after them.
+Elsewhere ranks send and receive through `torch.distributed`.
 """
 
-import contextlib
 import functools
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle
-from typing import Any, ClassVar, NamedTuple
+from itertools import accumulate, pairwise, product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cuda.bindings import driver
 from torch import Tensor
 
-from fa3.distributed.pieces import RowExchange
-from fa3.running.graphs import capture_of, current_stream, succeeded
+Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 
-CAME, READ = 0, 1
-"""Channels of an inbox: rows have come, and they have been read."""
 
-FEW_BYTES = 1 << 26
-"""Up to here there are two inboxes in turn: the next rows come while others are still read."""
+class Move(NamedTuple):
+    """Neighbouring rows of a rank that get to neighbouring places of a rank, perhaps the same."""
+
+    source: int
+    target: int
+    rows: slice
+    places: slice
+
+
+class RowExchange(NamedTuple):
+    """How all ranks get rows."""
+
+    totals: tuple[int, ...]  # rows that each rank has in the end
+    moves: tuple[Move, ...]
+
+    def back(self, rows: tuple[int, ...], but: int | None = None) -> "RowExchange":
+        """Return how rows get back to the ranks, which have so many; a rank may keep its own."""
+        moves = [Move(target, source, at, rows) for source, target, rows, at in self.moves]
+        return RowExchange(rows, tuple(one for one in moves if one[:2] != (but, but)))
+
+
+@functools.lru_cache(maxsize=64)
+def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
+    """Return how ranks that have these chunks get the rows that they want."""
+    moves = []
+    for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
+        for (chunk, row), (run, place) in product(with_begins(together(held)), with_begins(runs)):
+            first, last = max(chunk.start, run.start), min(chunk.stop, run.stop)
+            if first < last:
+                rows = slice(first - chunk.start + row, last - chunk.start + row)
+                places = slice(first - run.start + place, last - run.start + place)
+                moves.append(Move(source, target, rows, places))
+    return RowExchange(tuple(sum(map(len, runs)) for runs in wanted), tuple(moves))
+
+
+def everything_of(rows: tuple[int, ...]) -> RowExchange:
+    """Return how each rank gets all rows, one rank's after another's, if they have so many."""
+    ends = list(accumulate(rows, initial=0))
+    each = tuple((range(*pair),) for pair in pairwise(ends))
+    return exchange_of(each, ((range(ends[-1]),),) * len(rows))
+
+
+def together(runs: Iterable[range]) -> tuple[range, ...]:
+    """Return runs, of which those that touch or overlap the one before are one with it."""
+    results: list[range] = []
+    for run in filter(len, runs):
+        if results and results[-1].start <= run.start <= results[-1].stop:
+            run = range(results[-1].start, max(results.pop().stop, run.stop))
+        results.append(run)
+    return tuple(results)
+
+
+def with_begins(runs: Iterable[range]) -> list[tuple[range, int]]:
+    """Return runs, each with the number of rows before it."""
+    runs = tuple(runs)
+    return list(zip(runs, accumulate(map(len, runs), initial=0), strict=False))
 
 
 @dataclass
 class Transfer:
-    """An exchange of tensors with so many heads and columns, again and again.
-
-    Here ranks send each other messages.
+    """An exchange of tensors (batch, rows, heads, columns), again and again.
 
     Attributes:
-        number: that no other transfer has, unless this one is over before that begins.
-        sizes: heads and columns of each tensor that leaves.
-        leaves_by_heads: each rank gets a share of the heads; comes_by_heads: from each rank.
-        tensors: what comes, (rows, batch, heads, columns), after it has begun.
+        number: of the memory that ranks share. No two transfers of one number are under way at the
+            same time.
+        sizes: heads and columns of each tensor, as it comes from a rank.
+        shares_heads: each rank gets its share of the heads that leave.
+        by_source: what comes from each rank is apart, (ranks, batch, rows, heads, columns).
+        is_free: ranks have met in the same pass, after all had read that memory. So the first rank
+            need not wait for the last one before it copies.
     """
 
     exchange: RowExchange
@@ -49,97 +99,140 @@ class Transfer:
     batch: int
     sizes: Sequence[tuple[int, int]]
     device: torch.device
-    leaves_by_heads: bool = False
-    comes_by_heads: bool = False
+    shares_heads: bool = False
+    by_source: bool = False
+    is_free: bool = False
 
     def __post_init__(self) -> None:
-        self.rank, self.tensors = self.group.rank(), list[Tensor]()
-        self.works, self.kept = list[Any](), list[Any]()
+        self.rank, moves = self.group.rank(), self.exchange.moves
+        self.in_shared_memory = any(source != target for source, target, *_ in moves) and (
+            shares_memory(self.group, self.device)
+        )
 
-    def shapes(self, total: int) -> list[tuple[int, int, int, int]]:
+    def shapes(self, total: int) -> list[tuple[int, ...]]:
         """Return the shapes of what comes, with so many rows."""
-        count = self.group.size()
-        up, down = (count if self.comes_by_heads else 1), (count if self.leaves_by_heads else 1)
-        return [(total, self.batch, heads * up // down, columns) for heads, columns in self.sizes]
+        first = (self.group.size(), self.batch) if self.by_source else (self.batch,)
+        return [(*first, total, *size) for size in self.sizes]
 
-    def at(self, rows: slice) -> list[Tensor]:
-        """Return some rows of what has come, (batch, rows, heads, columns)."""
-        return [x[rows].transpose(0, 1) for x in self.tensors]
+    def views(
+        self, move: Move, tensors: Sequence[Tensor], places: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return where the rows of a move come, and the rows, of each tensor."""
+        source, target, rows, at = move
+        results = []
+        for x, y, (heads, _) in zip(tensors, places, self.sizes, strict=True):
+            mine = slice(target * heads, (target + 1) * heads) if self.shares_heads else slice(None)
+            results.append(((y[source] if self.by_source else y)[:, at], x[:, rows, mine]))
+        return results
 
-    def start(self, tensors: Sequence[Tensor]) -> "Transfer":
-        """Begin, with tensors (rows, batch, heads, columns), contiguous."""
-        count, rank, device = self.group.size(), self.rank, self.device
-        sent, received = [], []
+    def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin, after what the current stream does now. Return what waits for the tensors that
+        come, and returns them. In shared memory they are there until it is written again."""
+        return self.push(tensors) if self.in_shared_memory else self.send(tensors)
+
+    def send(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send messages."""
+        group, rank = self.group, self.rank
         shapes = self.shapes(self.exchange.totals[rank])
-        self.tensors = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-        for source, target, rows, places in self.exchange.moves:
-            for x, y in zip(tensors, self.tensors, strict=True):
-                leaving = share_of(x[rows], count, target, self.leaves_by_heads)
-                place = share_of(y[places], count, source, self.comes_by_heads)
-                if rank == source == target:
+        results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+        sent, received, works = [], [], list[Any]()
+        for move in self.exchange.moves:
+            for place, leaving in self.views(move, tensors, results):
+                if move.source == move.target == rank:
                     place.copy_(leaving)
-                elif rank == source:
-                    sent.append((target, leaving.contiguous()))
-                elif rank == target:
-                    coming = place if place.is_contiguous() else place.new_empty(place.shape)
-                    received.append((source, coming))
-                    self.kept.append((place, coming))
+                elif move.source == rank:
+                    sent.append((move.target, leaving.contiguous()))
+                elif move.target == rank:
+                    coming = place if place.is_contiguous() else torch.empty_like(place)
+                    received.append((move.source, coming, place))
         if sent or received:
             # Torch's functions for this cost the host several times as much.
-            group, is_batch = self.group, self.group._get_backend(device).supports_coalescing
+            is_batch = group._get_backend(self.device).supports_coalescing
             if is_batch:
-                group._start_coalescing(device)
-            self.works = [group.send([x], other, 0) for other, x in sent]
-            self.works += [group.recv([x], other, 0) for other, x in received]
+                group._start_coalescing(self.device)
+            works = [group.send([x], other, 0) for other, x in sent]
+            works += [group.recv([x], other, 0) for other, x, _ in received]
             if is_batch:
-                self.works = [group._end_coalescing(device)]
-        # Until the end nothing else may have the memory of what is sent.
-        self.kept.append((None, sent))
-        return self
+                works = [group._end_coalescing(self.device)]
 
-    def wait(self) -> None:
-        """Wait for what comes, before it is read."""
-        while self.works:
-            self.works.pop().wait()
-        while self.kept:
-            place, coming = self.kept.pop()
-            if place is not None and place is not coming:
-                place.copy_(coming)
+        def wait() -> list[Tensor]:
+            while works:
+                works.pop().wait()
+            while received:
+                _, coming, place = received.pop()
+                if coming is not place:
+                    place.copy_(coming)
+            sent.clear()  # only now may others have the memory
+            return results
 
-    def release(self) -> None:
-        """End it, after what has come is read."""
-        self.wait()
-        self.tensors = []
+        return wait
+
+    def push(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to copy into other ranks' memory, and in this one's."""
+        boxes, inbox, kept = self.boxes, self.inbox, list(tensors)
+        copies = [
+            (move.target, self.views(move, tensors, boxes[move.target]))
+            for move in self.exchange.moves
+            if move.source == self.rank
+        ]
+        self.begun.record()
+        with torch.cuda.stream(inbox.stream):
+            inbox.stream.wait_event(self.begun)
+            if not self.is_free:
+                inbox.meet()
+            for target, pairs in copies:
+                if target != self.rank:
+                    copy_all(pairs)
+            inbox.meet()
+            self.ended.record()
+        for target, pairs in copies:
+            if target == self.rank:
+                copy_all(pairs)
+
+        def wait() -> list[Tensor]:
+            torch.cuda.current_stream().wait_event(self.ended)
+            kept.clear()
+            batches = 2 if self.by_source else 1
+            return [x.narrow(batches, 0, self.exchange.totals[self.rank]) for x in boxes[self.rank]]
+
+        return wait
+
+    @functools.cached_property
+    @torch.inference_mode(False)  # else no other call could write there
+    def boxes(self) -> list[list[Tensor]]:
+        """Where rows come, of each rank; all ranks must ask for it."""
+        shapes, item = self.shapes(max(self.exchange.totals)), self.dtype.itemsize
+        sizes = [-(-math.prod(shape) * item // 256) * 256 for shape in shapes]
+        *begins, end = accumulate(sizes, initial=0)
+        self.inbox = Inbox.of(self.group, self.number, 1 << max(end - 1, 1023).bit_length())
+        self.begun, self.ended = torch.cuda.Event(), torch.cuda.Event()
+        return [
+            [
+                self.inbox.handle.get_buffer(rank, shape, self.dtype, begin // item)
+                for shape, begin in zip(shapes, begins, strict=True)
+            ]
+            for rank in range(self.group.size())
+        ]
 
 
-def transfer_of(*named: Any, **by_heads: Any) -> Transfer:
-    """Return what begins a transfer; all ranks must call it."""
-    transfer = Transfer(*named, **by_heads)
-    between_ranks = any(move.source != move.target for move in transfer.exchange.moves)
-    if between_ranks and transfer.device.type == "cuda" and shares_memory(transfer.group):
-        return Copies(*named, **by_heads)
-    return transfer
-
-
-def by_rows(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors with the rows before the batch, contiguous."""
-    return [x.transpose(0, 1).contiguous() for x in tensors]
-
-
-def share_of(x: Tensor, count: int, index: int, by_heads: bool) -> Tensor:
-    """Return one of so many shares of the heads; all of them unless it goes by heads."""
-    return x.unflatten(2, (count, -1))[:, :, index] if by_heads else x
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy rows to their places; where both are contiguous in each sequence, by copy engines."""
+    for places, rows in pairs:
+        for place, row in zip(places, rows, strict=True):
+            place.copy_(row)
 
 
 @functools.cache  # on all ranks alike: it may not be forgotten on one of them
-def shares_memory(group: dist.ProcessGroup) -> bool:
+def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the GPUs of a group can write into each other's memory; all ranks must ask."""
+    if device.type != "cuda":
+        return False
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group)
     worked = len(set(hosts)) == 1
     if worked:
         try:
-            Inbox.of(group, 0, 0)
+            Inbox.of(group, 0, 1024)
         except (AttributeError, ImportError, RuntimeError):  # no peer access, or an older torch
             worked = False
         dist.all_gather_object(hosts, worked, group)
@@ -147,10 +240,9 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
 
 
 class Inbox(NamedTuple):
-    """Memory of this rank that the others write to, with words that say what has come."""
+    """Memory of this rank that the others write to, and theirs that this one writes to."""
 
-    rank: int
-    buffer: Tensor  # bytes
+    buffer: Tensor
     handle: Any  # torch's, for the memory of all ranks
     timeout_ms: int
     stream: torch.cuda.Stream  # of copies
@@ -158,166 +250,23 @@ class Inbox(NamedTuple):
     @classmethod
     @functools.cache  # on all ranks alike: sizes are powers of two, so they are few
     def of(cls, group: dist.ProcessGroup, number: int, size: int) -> "Inbox":
-        """Make one of at least so many bytes; transfers of one number and size share it."""
+        """Make one of so many bytes; transfers of one number and size share it."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        device, rank = torch.device("cuda", torch.cuda.current_device()), group.rank()
-        buffer = symmetric.empty(max(size, 1024), dtype=torch.uint8, device=device)
+        device = torch.device("cuda", torch.cuda.current_device())
+        buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(buffer, group.group_name)
-        timeout = group._get_backend(device).options._timeout
-        milliseconds = int(timeout.total_seconds() * 1000)
-        inbox = cls(rank, buffer, handle, milliseconds, stream_of(device))
-        for other in range(group.size()):
-            inbox.say(current_stream(device.index), rank, READ, other)
         torch.cuda.synchronize(device)
-        dist.barrier(group)
-        return inbox
+        dist.barrier(group)  # it has been cleared on all ranks
+        timeout = group._get_backend(device).options._timeout
+        return cls(buffer, handle, int(timeout.total_seconds() * 1000), stream_of(device))
 
-    def say(self, stream: int, to: int, channel: int, source: int | None = None) -> None:
-        """Write a word that a rank waits for, of this rank or another source."""
-        size, source = self.handle.world_size, self.rank if source is None else source
-        word = self.handle.signal_pad_ptrs[to] + 4 * (size * channel + source)
-        succeeded(driver.cuStreamWriteValue32(stream, word, 1, 0))
-
-
-@functools.cache
-def turns_of(group: dist.ProcessGroup, number: int, size: int) -> Iterator[int]:
-    """Return the inboxes that take turns, by number: in all transfers that have them, since ranks
-    may differ in which transfer of one number and size it is."""
-    return cycle(range(2 if size <= FEW_BYTES else 1))
+    def meet(self) -> None:
+        """Wait on the current stream until all ranks' streams are here."""
+        self.handle.barrier(0, self.timeout_ms)
 
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's copies to others."""
     return torch.cuda.Stream(device)
-
-
-class Copies(Transfer):
-    """A transfer by copy engines, into memory that ranks share.
-
-    Attributes:
-        turns: inboxes that take turns, each with its tensors, and with copies to other ranks and
-            in this one; order: their numbers, as their turns come.
-        others: all other ranks. Two words go each way between any two ranks, with rows or without:
-            no rank says one again before the other has heard it.
-        begun, ended: on the stream of the copies.
-        under_way: what has begun and is not released.
-    """
-
-    turns: Sequence = ()
-    under_way: ClassVar[list["Copies"]] = []
-
-    def prepare(self) -> None:
-        """Get what the attributes are; all ranks must."""
-        exchange, rank, item = self.exchange, self.rank, self.dtype.itemsize
-        shapes = self.shapes(max(exchange.totals))
-        sizes = [item * math.prod(shape) for shape in shapes]
-        ends = list(accumulate([-(-size // 256) * 256 for size in sizes], initial=0))
-        size = 1 << max(ends[-1] - 1, 0).bit_length()
-        self.begun, self.ended, turns = torch.cuda.Event(), torch.cuda.Event(), []
-        self.order = turns_of(self.group, self.number, size)
-        for turn in range(2 if size <= FEW_BYTES else 1):
-            inbox = Inbox.of(self.group, 2 * self.number + turn, size)
-            tensors = [
-                inbox.buffer[begin : begin + size].view(self.dtype).view(shape)
-                for begin, size, shape in zip(ends, sizes, shapes, strict=False)
-            ]
-            copies = list(self.copies(inbox, ends))
-            turns.append((
-                inbox, [x[: exchange.totals[rank]] for x in tensors],
-                [copy for target, *copy in copies if target != rank],
-                [copy for target, *copy in copies if target == rank],
-            ))  # fmt: skip
-        self.turns = turns
-        self.others = [other for other in range(self.group.size()) if other != rank]
-
-    def copies(self, inbox: Inbox, begins: list[int]) -> Iterator[tuple[int, int, int, Any]]:
-        """Yield this rank's copies: the target, the number of a tensor, an offset in it, a copy."""
-        count, rank, item = self.group.size(), self.rank, self.dtype.itemsize
-        for i, (heads, columns) in enumerate(self.sizes):
-            step = item * heads * columns
-            width = step // count if self.leaves_by_heads else step
-            step_there = width * count if self.comes_by_heads else width
-            for move in self.exchange.moves:
-                if move.source == rank:
-                    source = move.rows.start * self.batch * step
-                    source += move.target * width if self.leaves_by_heads else 0
-                    target = begins[i] + inbox.handle.buffer_ptrs[move.target]
-                    target += move.places.start * self.batch * step_there
-                    target += rank * width if self.comes_by_heads else 0
-                    rows = (move.rows.stop - move.rows.start) * self.batch
-                    copy = rows_copied(target, rows, width, step, step_there)
-                    yield move.target, i, source, copy
-
-    def start(self, tensors: Sequence[Tensor]) -> "Transfer":
-        """Begin to copy, after what the current stream does now."""
-        if not self.turns:
-            self.prepare()
-        self.inbox, self.tensors, leaving, staying = self.turns[next(self.order)]
-        (_, buffer, handle, timeout, side), self.kept = self.inbox, [tensors]
-        stream, begins = current_stream(buffer.device.index), [x.data_ptr() for x in tensors]
-        if (capture := capture_of(stream)) is not None:
-            capture.keep(buffer)
-        self.begun.record()
-        with torch.cuda.stream(side):
-            side.wait_event(self.begun)
-            for other in self.others:
-                handle.wait_signal(other, READ, timeout)
-            copy_all(leaving, begins, side.cuda_stream)
-            for other in self.others:
-                self.inbox.say(side.cuda_stream, other, CAME)
-            self.ended.record()
-        copy_all(staying, begins, stream)
-        self.works = list(self.others)
-        self.under_way.append(self)
-        return self
-
-    def wait(self) -> None:
-        """Wait for what comes, before it is read."""
-        while self.works:
-            self.inbox.handle.wait_signal(self.works.pop(), CAME, self.inbox.timeout_ms)
-
-    def release(self) -> None:
-        """End it, after what has come is read."""
-        self.wait()
-        if self.kept:
-            torch.cuda.current_stream().wait_event(self.ended)
-            for other in self.others:
-                self.inbox.say(current_stream(self.device.index), other, READ)
-            self.under_way.remove(self)
-        self.kept = []
-
-
-@contextlib.contextmanager
-def released_after_errors() -> Iterator[None]:
-    """Release what an error leaves under way: words that stay would end the next call."""
-    try:
-        yield
-    except Exception:
-        with contextlib.suppress(RuntimeError):  # of a GPU or a capture that has failed
-            for transfer in list(Copies.under_way):
-                transfer.release()
-        Copies.under_way.clear()
-        raise
-
-
-def rows_copied(target: int, rows: int, width: int, step: int, step_there: int) -> Any:
-    """Return a copy of rows of so many bytes to an address, without the source.
-    Steps are from row to row."""
-    copy, on_device = driver.CUDA_MEMCPY2D(), driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    copy.srcMemoryType = copy.dstMemoryType = on_device
-    copy.WidthInBytes, copy.Height = width, rows
-    copy.dstDevice, copy.srcPitch, copy.dstPitch = target, step, step_there
-    return copy
-
-
-def copy_all(copies: list[list], begins: list[int], stream: int) -> None:
-    """Copy from tensors that begin there."""
-    for i, offset, copy in copies:
-        if copy.srcPitch == copy.WidthInBytes == copy.dstPitch:
-            size = copy.WidthInBytes * copy.Height
-            succeeded(driver.cuMemcpyAsync(copy.dstDevice, begins[i] + offset, size, stream))
-        else:
-            copy.srcDevice = begins[i] + offset
-            succeeded(driver.cuMemcpy2DAsync(copy, stream))

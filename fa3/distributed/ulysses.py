@@ -4,7 +4,7 @@ Source: Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fa3.distributed.alone import FourGradients, KeyPart, packed_lengths
-from fa3.distributed.exchange import Split, orders
-from fa3.distributed.pieces import Move, RowExchange, everything_of, exchange_of
-from fa3.distributed.transfer import Transfer, by_rows, transfer_of
+from fa3.distributed.exchange import RankCall, Split, orders
+from fa3.distributed.transfer import Transfer, everything_of, exchange_of
 
 
 @dataclass(frozen=True)
@@ -36,24 +35,17 @@ class Ulysses:
 
     def to_heads(self, name: str, *tensors: Tensor) -> list[Tensor]:
         """Return all rows of this rank's heads, of (batch, rows, heads, columns).
-        Unless they are ordered here, they may be read until the transfer is released."""
-        transfer = self.transfers[name].start(by_rows(*tensors))
-        transfer.wait()
-        held = transfer.tensors
-        if self.orders:
-            held = [x.index_select(0, self.orders[1]) for x in held]
-        return [x.transpose(0, 1) for x in held]
+        In shared memory they are there until the next transfer of that number."""
+        held = self.transfers[name].start(tensors)()
+        return [x.index_select(1, self.orders[1]) for x in held] if self.orders else held
 
-    def to_rows(self, name: str, *tensors: Tensor) -> list[Tensor]:
-        """Return (batch, rows, heads, columns) of all rows of this rank's heads."""
-        held = by_rows(*tensors)
-        if self.orders:
-            held = [x.index_select(0, self.orders[0]) for x in held]
-        transfer = self.transfers[name].start(held)
-        transfer.wait()
-        results = [x.transpose(0, 1).clone() for x in transfer.tensors]
-        transfer.release()
-        return results
+    def to_rows(self, name: str, *tensors: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to send all rows of this rank's heads to the ranks that have the rows. Return what
+        waits for (batch, rows, heads, columns)."""
+        held = [x.index_select(1, self.orders[0]) for x in tensors] if self.orders else tensors
+        wait = self.transfers[name].start(held)
+        # From each rank come its heads. This copies, as what waits returns may be written again.
+        return lambda: [torch.cat([*x], 2) for x in wait()]
 
     def modifiers_of(self, modifiers: tuple) -> tuple[Tensor | None, ...]:
         """Return the slopes and sinks of this rank's heads."""
@@ -67,12 +59,14 @@ class Ulysses:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
         held = self.to_heads("qkv", q, k, v)
         out, lse = self.part.forward((*held, None), self.modifiers_of(modifiers))
-        if self.part.asked.has_gradient and not self.orders:
-            held = [x.clone() for x in held]
-        self.transfers["qkv"].release()
-        (rows,) = self.to_rows("out", out)
-        lses = self.to_rows("lse", lse.transpose(1, 2)[..., None]) if returns_lse else []
-        return rows, lses[0].squeeze(3).transpose(1, 2) if lses else None, (*held, out, lse)
+        of_out, lse_rows = self.to_rows("out", out), None
+        in_inbox = self.transfers["qkv"].in_shared_memory and not self.orders
+        if in_inbox and self.part.options.has_gradient:
+            held = [x.clone() for x in held]  # while the output is under way
+        if returns_lse:
+            (of_lse,) = self.to_rows("lse", lse.transpose(1, 2)[..., None])()
+            lse_rows = of_lse.squeeze(3).transpose(1, 2)
+        return of_out()[0], lse_rows, (*held, out, lse)
 
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
@@ -86,9 +80,8 @@ class Ulysses:
         fp32 = self.copies > 1
         tensors = *saved, d_out, d_lse
         *grads, mine = self.part.backward(tensors, self.modifiers_of(modifiers), fp32_dkv=fp32)
-        for name in ("d_out", "d_lse"):
-            self.transfers[name].release()
-        (dq,), (dk, dv) = self.to_rows("dq", grads[0]), self.to_rows("dkv", *grads[1:])
+        of_dq, of_dkv = self.to_rows("dq", grads[0]), self.to_rows("dkv", *grads[1:])
+        (dq,), (dk, dv) = of_dq(), of_dkv()
         if fp32:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
         d_sinks = None
@@ -98,42 +91,29 @@ class Ulysses:
         return dq, dk, dv, d_sinks
 
 
-def ulysses_of(
-    split: Split,
-    part: KeyPart,
-    ends: tuple[int, ...],  # of documents
-    batch: int,
-    sizes: Sequence[tuple[int, int]],  # heads and columns of q, k and v
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Ulysses:
+def ulysses(call: RankCall) -> Ulysses:
     """Return what computes a call."""
-    count, (heads, columns), (heads_kv, _), (_, columns_v) = len(split.rows), *sizes
+    split, part, ends, fp32 = call.split, call.part, call.ends, torch.float32
+    count, ((heads, columns), (heads_kv, _), (_, columns_v)) = len(split.rows), call.sizes
     copies = math.lcm(heads_kv, count) // heads_kv
-    whole = [(heads, columns), (heads_kv * copies, columns), (heads_kv * copies, columns_v)]
-    whole += (heads, columns_v), (heads, 1)
-    shares = [(one // count, x) for one, x in whole]
-    every = (range(sum(split.rows)),)
-    there = everything_of(split.rows) if ends else exchange_of(split.chunks, (every,) * count)
-    moves = [Move(target, source, at, rows) for source, target, rows, at in there.moves]
-    here, fp32 = RowExchange(split.rows, tuple(moves)), torch.float32
-    group = split.group, batch
-    to_heads = {
-        "qkv": (dtype, 0, whole[:3]), "d_out": (dtype, 1, whole[3:4]), "d_lse": (fp32, 2, whole[4:])
+    of_q, of_out, of_lse = ((heads // count, x) for x in (columns, columns_v, 1))
+    of_kv = [(heads_kv * copies // count, x) for x in (columns, columns_v)]
+    every = ((range(sum(split.rows)),),) * count
+    there = everything_of(split.rows) if ends else exchange_of(split.chunks, every)
+    named = {
+        "qkv": (call.dtype, 0, [of_q, *of_kv]), "d_out": (call.dtype, 0, [of_out]),
+        "d_lse": (fp32, 1, [of_lse]),
+        "out": (call.dtype, 2, [of_out]), "lse": (fp32, 3, [of_lse]),
+        "dq": (call.dtype, 2, [of_q]), "dkv": (fp32 if copies > 1 else call.dtype, 3, of_kv),
     }  # fmt: skip
-    to_rows = {
-        "out": (dtype, 3, shares[3:4]), "dq": (dtype, 3, shares[:1]),
-        "dkv": (fp32 if copies > 1 else dtype, 4, shares[1:3]), "lse": (fp32, 5, shares[4:]),
-    }  # fmt: skip
-    transfers = {
-        name: transfer_of(there, kind, number, *group, of, device, leaves_by_heads=True)
-        for name, (kind, number, of) in to_heads.items()
-    } | {
-        name: transfer_of(here, kind, number, *group, of, device, comes_by_heads=True)
-        for name, (kind, number, of) in to_rows.items()
-    }
+    transfers = {}
+    for name, (kind, number, sizes) in named.items():
+        to_heads = number < 2
+        exchange = there if to_heads else there.back(split.rows)
+        flags = {"shares_heads": to_heads, "by_source": not to_heads, "is_free": not to_heads}
+        transfers[name] = call.transfer(exchange, kind, number, sizes, **flags)
     if not ends:
         return Ulysses(split, part, copies, (), transfers)
     rows = tuple(end - begin for begin, end in pairwise(ends))
-    part = replace(part, lengths=packed_lengths(device, rows, rows))
-    return Ulysses(split, part, copies, orders(split.chunks, device), transfers)
+    part = replace(part, lengths=packed_lengths(call.device, rows, rows))
+    return Ulysses(split, part, copies, orders(split.chunks, call.device), transfers)
