@@ -15,7 +15,7 @@ Roles per CTA
     warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
     warps 6-7      converters of an FP8 cache's blocks to fp16; warps 8-11 if rows are gathered
 
-DecodePipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
+Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
     There are as many stages as fit: loads in flight hide the latency of memory.
@@ -50,7 +50,6 @@ from fa3.kernels.decode_memory import (
     DecodeBuffers,
     DecodeMemory,
     DecodeOperands,
-    DecodePipelines,
     GatheredAttention,
     Role,
     consumer_barrier,
@@ -198,10 +197,10 @@ class Decode(DecodeMemory):
         if warp_idx == 0:
             for tma in () if self.gathers else (operands.k, operands.v):
                 cpasync.prefetch_descriptor(tma.atom)
-        smem, pipelines = self.setup_shared_memory()
+        smem = self.setup_shared_memory()
         if cutlass.const_expr(not self.overlaps_forward):
             cute.arch.griddepcontrol_launch_dependents()
-        call = operands, workspace, smem, pipelines, softmax_scale, cut, sizes
+        call = operands, workspace, smem, softmax_scale, cut, sizes
         if cutlass.const_expr(not self.cache.is_fp8):
             self.wait_and_attend(call)
         else:
@@ -225,7 +224,7 @@ class Decode(DecodeMemory):
     @cute.jit
     def wait_and_attend(self, call: tuple):
         """Prefetch while the previous kernel ends; attend after it."""
-        operands, workspace, smem, _, _, cut, sizes = call
+        operands, workspace, smem, _, cut, sizes = call
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
@@ -259,21 +258,21 @@ class Decode(DecodeMemory):
     def attend(self, call: tuple, role: cutlass.Constexpr = None):
         """Find this CTA's piece, and do a role's share of it.
         Without a role, the warp decides."""
-        operands, workspace, smem, pipelines, softmax_scale, cut, sizes = call
+        operands, workspace, smem, softmax_scale, cut, sizes = call
         walk = self.find_walk(operands, cut, sizes, is_early=False)
         if cutlass.const_expr(self.cache.is_full):
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(role is None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
-                self.load(operands, smem, pipelines, walk)
+                self.load(operands, smem, walk)
             else:
-                self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+                self.mma(operands, workspace, smem, softmax_scale, walk)
         elif cutlass.const_expr(role is Role.CONSUMER):
-            self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+            self.mma(operands, workspace, smem, softmax_scale, walk)
         elif cutlass.const_expr(role is Role.CONVERTER):
-            self.convert(smem, pipelines, walk)
+            self.convert(smem, walk)
         else:
-            self.load(operands, smem, pipelines, walk)
+            self.load(operands, smem, walk)
 
     @cute.jit
     def find_walk(
@@ -313,17 +312,15 @@ class Decode(DecodeMemory):
     # ------------------------------------------------------------------------------ producer
 
     @cute.jit
-    def load(
-        self, operands: DecodeOperands, smem: DecodeBuffers, pipelines: DecodePipelines, walk: Walk
-    ):
+    def load(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
         """Stream K and V of every segment into shared memory, in the consumer's order."""
         stages, producer = self.config.kv_stages, pipeline.PipelineUserType.Producer
         k_state = pipeline.make_pipeline_state(producer, stages)
         v_state = pipeline.make_pipeline_state(producer, stages)
         # With one tile for each key/value head, each block is read only once.
         policy = Int64(EVICT_FIRST) if walk.num_m_blocks.value == 1 else Int64(EVICT_NORMAL)
-        blocks_k = self.blocks_of(operands.k, smem.loaded_k, operands.tables.page_table, policy)
-        blocks_v = self.blocks_of(operands.v, smem.loaded_v, operands.tables.page_table, policy)
+        blocks_k = self.blocks_of(operands.k, smem.k.loaded, operands.tables.page_table, policy)
+        blocks_v = self.blocks_of(operands.v, smem.v.loaded, operands.tables.page_table, policy)
 
         cursor = walk.first()
         while walk.is_valid(cursor):
@@ -331,8 +328,8 @@ class Decode(DecodeMemory):
             keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
             stream = BlockStream(
                 partial(blocks_k.find, keys=keys),
-                partial(load_block, blocks_k.loader(keys), pipelines.loaded_k),
-                partial(load_block, blocks_v.loader(keys), pipelines.loaded_v),
+                partial(load_block, blocks_k.loader(keys), smem.k.loading),
+                partial(load_block, blocks_v.loader(keys), smem.v.loading),
                 is_ahead=not self.gathers,
             )
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
@@ -354,7 +351,7 @@ class Decode(DecodeMemory):
                 page_table, policy = operands.tables.page_table, Int64(EVICT_NORMAL)
                 blocks_k, blocks_v = (
                     TmaBlocks(cache, buffer, page_table, self.box, policy, is_early=True)
-                    for cache, buffer in ((operands.k, smem.loaded_k), (operands.v, smem.loaded_v))
+                    for cache, buffer in ((operands.k, smem.k.loaded), (operands.v, smem.v.loaded))
                 )
                 prefetch_k, prefetch_v = blocks_k.loader(keys), blocks_v.loader(keys)
                 begin, last = walk.lengths.blocks_at(walk, cursor)
@@ -373,11 +370,11 @@ class Decode(DecodeMemory):
     # ----------------------------------------------------------------------------- converter
 
     @cute.jit
-    def convert(self, smem: DecodeBuffers, pipelines: DecodePipelines, walk: Walk):
+    def convert(self, smem: DecodeBuffers, walk: Walk):
         """Convert the blocks of every segment, in the consumer's order."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_converter
-        converter = CacheConverter.of(smem, pipelines, warp, thread % WARP, self.converters)
+        converter = CacheConverter.of(smem.k, smem.v, warp, thread % WARP, self.converters)
         stages = self.config.kv_stages, self.config.converted_stages
         states = rewriter_states(*stages), rewriter_states(*stages)
         cursor = walk.first()
@@ -395,7 +392,6 @@ class Decode(DecodeMemory):
         operands: DecodeOperands,
         workspace: Workspace | None,
         smem: DecodeBuffers,
-        pipelines: DecodePipelines,
         softmax_scale: Float32,
         walk: Walk,
     ):
@@ -403,7 +399,7 @@ class Decode(DecodeMemory):
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         mmas = Mmas.of(self.element, TILE_N, self.columns_v)
-        regs = mmas.fragments(smem.q, smem.k, smem.v)
+        regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
         kind = GatheredAttention if self.gathers and not self.cache.is_fp8 else Attention
         config, consumer = self.config, pipeline.PipelineUserType.Consumer
         stages = config.converted_stages if self.cache.is_fp8 else config.kv_stages
@@ -440,14 +436,14 @@ class Decode(DecodeMemory):
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
-            fields = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong()
+            fields = mmas, regs, q, smem.k.pipe, smem.v.pipe, softmax, rules, NoPingPong()
             attention = kind(*fields, scale_v=scale_v)
 
             blocks = self.key_blocks(tile, sequence)
             # The producer loads what any query of the sequence touches, this tile or not.
             blocks = blocks.walked(first_block + segment.begin, first_block + segment.end)
             k_state = attention.first(blocks.end - 1, k_state)
-            self.clear_past_end(attention, smem.v, blocks.end - 1, v_state, thread)
+            self.clear_past_end(attention, smem.v.blocks, blocks.end - 1, v_state, thread)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
             number = Int32(0)
             if cutlass.const_expr(self.may_merge):

@@ -5,6 +5,7 @@
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -15,7 +16,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.kernels.decode_launch import TILE_N, DecodeConfig
 from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.attention import Attention
-from fa3.primitives.block_memory import BlockMemory
+from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline
 from fa3.primitives.fp8_blocks import CONVERTED
 from fa3.primitives.output_store import RowLse
@@ -61,22 +62,10 @@ class DecodeBuffers(NamedTuple):
     """The buffers in shared memory: Q (64, columns, stages), K and V (TILE_N, ...)."""
 
     q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    k: BlockRing
+    v: BlockRing
     number: cute.Tensor  # (1,) int32, the number of the consumer's part among the parts of its tile
-    # loaded_k, loaded_v: K and V as they are loaded; `k` and `v` unless the cache is FP8.
-    loaded_k: cute.Tensor
-    loaded_v: cute.Tensor
     largest: cute.Tensor  # (4,) int32, of each warp's share of an FP8 call's Q
-
-
-class DecodePipelines(NamedTuple):
-    """The mbarrier pipelines to the consumer, and from the producer: the same without FP8."""
-
-    k: pipeline.PipelineAsync
-    v: pipeline.PipelineAsync
-    loaded_k: pipeline.PipelineAsync
-    loaded_v: pipeline.PipelineAsync
 
 
 class Role(enum.Enum):
@@ -189,47 +178,38 @@ class DecodeMemory(AttentionKernel):
         blocks_k, blocks_v = map(self.block_memory, (self.columns, self.columns_v))
         shape, stages = (ROWS, TILE_N, self.columns), config.q_stages
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, dtype, stages)
+        of_k, of_v = blocks_k.fields, blocks_v.fields
 
         @cute.struct
         class Storage:
-            barriers_k: cute.struct.MemRange[Int64, 2 * config.kv_stages]
-            barriers_v: cute.struct.MemRange[Int64, 2 * config.kv_stages]
+            barriers_k: of_k.barriers
+            barriers_v: of_v.barriers
             number: cute.struct.MemRange[Int32, 1]
             largest: cute.struct.MemRange[Int32, WARPS * is_fp8]
-            converted_k: cute.struct.MemRange[Int64, 2 * config.converted_stages]
-            converted_v: cute.struct.MemRange[Int64, 2 * config.converted_stages]
+            loaded_barriers_k: of_k.loaded_barriers
+            loaded_barriers_v: of_v.loaded_barriers
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, blocks_k.elements], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, blocks_v.elements], 1024]
-            loaded_k: cute.struct.Align[
-                cute.struct.MemRange[blocks_k.loaded_type, blocks_k.loaded_elements], 1024
-            ]
-            loaded_v: cute.struct.Align[
-                cute.struct.MemRange[blocks_v.loaded_type, blocks_v.loaded_elements], 1024
-            ]
+            k: of_k.blocks
+            v: of_v.blocks
+            loaded_k: of_k.loaded
+            loaded_v: of_v.loaded
 
         storage = SmemAllocator().allocate(Storage)
-        buffer_k, loaded_k = blocks_k.buffers(storage.k, storage.loaded_k)
-        buffer_v, loaded_v = blocks_v.buffers(storage.v, storage.loaded_v)
         buffer_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         number = largest = storage.number.get_tensor(cute.make_layout(1))
         if cutlass.const_expr(is_fp8):
             largest = storage.largest.get_tensor(cute.make_layout(WARPS))
-        smem = DecodeBuffers(buffer_q, buffer_k, buffer_v, number, loaded_k, loaded_v, largest)
-        loading_k, loading_v = (
-            block_pipeline(barriers, *blocks.loaded, blocks.rewriters or WARPS, self.gathers)
-            for barriers, blocks in ((storage.barriers_k, blocks_k), (storage.barriers_v, blocks_v))
-        )
-        pipe_k = blocks_k.pipeline(loading_k, storage.converted_k, WARPS)
-        pipe_v = blocks_v.pipeline(loading_v, storage.converted_v, WARPS)
-        pipelines = DecodePipelines(pipe_k, pipe_v, loading_k, loading_v)
+        new_pipeline = partial(block_pipeline, gathers=self.gathers)
+        ring_k = blocks_k.ring(storage, "k", new_pipeline, WARPS)
+        ring_v = blocks_v.ring(storage, "v", new_pipeline, WARPS)
+        smem = DecodeBuffers(buffer_q, ring_k, ring_v, number, largest)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
             # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.
             thread, _, _ = cute.arch.thread_idx()
             for stage in cutlass.range_constexpr(config.kv_stages):
                 if thread < WARPGROUP:
-                    clear_rows(smem.loaded_k[None, None, stage], 0, thread)
+                    clear_rows(smem.k.loaded[None, None, stage], 0, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        return smem, pipelines
+        return smem

@@ -10,7 +10,7 @@ Roles per CTA
     warpgroup 0    producer   one warp issues all TMA loads; in FP8 others rewrite what it loads
     warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
 
-ForwardPipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
+Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
@@ -41,7 +41,6 @@ from fa3.kernels.forward_epilogue import (
     ForwardBuffers,
     ForwardEpilogue,
     ForwardOperands,
-    ForwardPipelines,
     warp_of_tile,
 )
 from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
@@ -278,7 +277,7 @@ class Forward(AttentionKernel):
         if warp_idx == 0:
             for tma in (operands.q, operands.k, operands.v, operands.o):
                 cpasync.prefetch_descriptor(tma.atom)
-        smem, pipelines, schedule = self.setup_shared_memory(schedule)
+        smem, schedule = self.setup_shared_memory(schedule)
         cluster, _, _ = cute.arch.cluster_idx()
         # The first tile does not depend on the previous kernel: its table was uploaded earlier.
         cursor = schedule.first(cluster)
@@ -292,13 +291,13 @@ class Forward(AttentionKernel):
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
-                self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
+                self.load(operands, smem, sequences, schedule.for_producer(), cursor)
             if cutlass.const_expr(self.format.rewriters):  # noqa: SIM102, joined both would be traced
                 if warp_idx >= WARPS - self.format.rewriters:
-                    self.rewrite(operands, smem, pipelines, sequences, schedule, cursor)
+                    self.rewrite(operands, smem, sequences, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            context = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
+            context = operands, smem, softmax_scale, sequences, schedule, cursor
             if cutlass.const_expr(online_max is None):
                 self.mma(*context)
             elif online_max == 1:
@@ -316,56 +315,37 @@ class Forward(AttentionKernel):
         q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
         o_elements = config.own_o * cute.cosize(o_layout)
         maxima = warps * self.format.converts_q
+        of_k, of_v = blocks_k.fields, blocks_v.fields
 
         @cute.struct
         class Storage:
             barriers_q: cute.struct.MemRange[Int64, 2 * config.q_stages]
-            barriers_k: cute.struct.MemRange[Int64, 2 * blocks_k.stages]
-            barriers_v: cute.struct.MemRange[Int64, 2 * blocks_v.stages]
+            barriers_k: of_k.barriers
+            barriers_v: of_v.barriers
             schedule: cute.struct.MemRange[Int64, self.schedule_type.shared_words]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[blocks_k.dtype, blocks_k.elements], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[blocks_v.dtype, blocks_v.elements], 1024]
+            k: of_k.blocks
+            v: of_v.blocks
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, o_elements], 1024]
-            loaded_k: cute.struct.Align[
-                cute.struct.MemRange[blocks_k.loaded_type, blocks_k.loaded_elements], 1024
-            ]
-            loaded_v: cute.struct.Align[
-                cute.struct.MemRange[blocks_v.loaded_type, blocks_v.loaded_elements], 1024
-            ]
+            loaded_k: of_k.loaded
+            loaded_v: of_v.loaded
             largest: cute.struct.MemRange[Int32, maxima]
-            barriers_loaded_k: cute.struct.MemRange[Int64, 2 * blocks_k.loaded_stages]
-            barriers_loaded_v: cute.struct.MemRange[Int64, 2 * blocks_v.loaded_stages]
+            loaded_barriers_k: of_k.loaded_barriers
+            loaded_barriers_v: of_v.loaded_barriers
 
         storage = SmemAllocator().allocate(Storage)
-        buffer_k, loaded_k = blocks_k.buffers(storage.k, storage.loaded_k)
-        buffer_v, loaded_v = blocks_v.buffers(storage.v, storage.loaded_v)
         buffer_o, largest = storage.o if config.own_o else storage.q, None
         if cutlass.const_expr(maxima > 0):
             largest = storage.largest.get_tensor(cute.make_layout((WARPS, config.consumers)))
+        new_pipeline = partial(tma_pipeline, peers=config.cluster)
         smem = ForwardBuffers(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            buffer_k,
-            buffer_v,
+            tma_pipeline(storage.barriers_q, self.dtype, q_layout, warps, config.consumers),
+            blocks_k.ring(storage, "k", new_pipeline, warps),
+            blocks_v.ring(storage, "v", new_pipeline, warps),
             buffer_o.get_tensor(o_layout.outer, swizzle=o_layout.inner),
-            loaded_k,
-            loaded_v,
             largest,
         )
-
-        pipeline_q = tma_pipeline(storage.barriers_q, self.dtype, q_layout, warps, config.consumers)
-        barriers_k, barriers_v = storage.barriers_k, storage.barriers_v
-        if cutlass.const_expr(blocks_k.rewriters > 0):
-            barriers_k = storage.barriers_loaded_k
-        if cutlass.const_expr(blocks_v.rewriters > 0):
-            barriers_v = storage.barriers_loaded_v
-        of_cluster = 1, config.cluster
-        readers_k, readers_v = blocks_k.rewriters or warps, blocks_v.rewriters or warps
-        loading_k = tma_pipeline(barriers_k, *blocks_k.loaded, readers_k, *of_cluster)
-        pipeline_k = blocks_k.pipeline(loading_k, storage.barriers_k, warps)
-        loading_v = tma_pipeline(barriers_v, *blocks_v.loaded, readers_v, *of_cluster)
-        pipeline_v = blocks_v.pipeline(loading_v, storage.barriers_v, warps)
-        pipelines = ForwardPipelines(pipeline_q, pipeline_k, pipeline_v, loading_k, loading_v)
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
@@ -373,7 +353,7 @@ class Forward(AttentionKernel):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        return smem, pipelines, schedule
+        return smem, schedule
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Initial pipeline states of the producer or a consumer, for Q, K and V."""
@@ -411,7 +391,6 @@ class Forward(AttentionKernel):
         self,
         operands: ForwardOperands,
         smem: ForwardBuffers,
-        pipelines: ForwardPipelines,
         sequences,
         schedule,
         cursor,
@@ -430,17 +409,17 @@ class Forward(AttentionKernel):
             head_kv = operands.heads_of_key.quotient(tile.head)
             of_keys = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
             load_q = tile_loader(
-                operands.q, smem.q, pipelines.q, tile.head, sequences.queries(segment),
+                operands.q, smem.q, smem.pipe_q, tile.head, sequences.queries(segment),
                 config.consumers,
             )  # fmt: skip
             if cutlass.const_expr(self.cache is None):
-                load_k = tile_loader(operands.k, smem.loaded_k, pipelines.loaded_k, *of_keys)
-                load_v = tile_loader(operands.v, smem.loaded_v, pipelines.loaded_v, *of_keys)
+                load_k = tile_loader(operands.k, smem.k.loaded, smem.k.loading, *of_keys)
+                load_v = tile_loader(operands.v, smem.v.loaded, smem.v.loading, *of_keys)
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             else:
                 first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
                 keys = sequences.keys_of_cache(segment, head_kv, first)
-                stream = self.stream_of_cache(operands, smem, pipelines, keys)
+                stream = self.stream_of_cache(operands, smem, keys)
             n_block = blocks.end - 1
             place, k_state = stream.first(n_block, k_state)
             q_state = load_q(tile.m_block, q_state)
@@ -450,15 +429,14 @@ class Forward(AttentionKernel):
         schedule.finish()
         if cutlass.const_expr(config.cluster > 1):
             # The peer arrives on this CTA's mbarriers when it releases blocks: stay until then.
-            pipelines.loaded_k.producer_tail(k_state)
-            pipelines.loaded_v.producer_tail(v_state)
+            smem.k.loading.producer_tail(k_state)
+            smem.v.loading.producer_tail(v_state)
 
     @cute.jit
     def rewrite(
         self,
         operands: ForwardOperands,
         smem: ForwardBuffers,
-        pipelines: ForwardPipelines,
         sequences,
         schedule,
         cursor,
@@ -467,7 +445,7 @@ class Forward(AttentionKernel):
         _, mask, _ = bind(self.spec, operands.modifiers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - self.format.rewriters)
-        rewriter, states = self.format.rewriter(smem, pipelines, warp, thread % WARP)
+        rewriter, states = self.format.rewriter(smem.k, smem.v, warp, thread % WARP)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -481,7 +459,6 @@ class Forward(AttentionKernel):
         self,
         operands: ForwardOperands,
         smem: ForwardBuffers,
-        pipelines: ForwardPipelines,
         keys: Keys,
     ) -> BlockStream:
         """Loads the blocks of a head of a cache."""
@@ -489,12 +466,12 @@ class Forward(AttentionKernel):
             TmaBlocks(
                 tma, buffer, operands.page_table, self.box, Int64(EVICT_NORMAL), copies_at_once=2
             )
-            for tma, buffer in ((operands.k, smem.loaded_k), (operands.v, smem.loaded_v))
+            for tma, buffer in ((operands.k, smem.k.loaded), (operands.v, smem.v.loaded))
         )
         return BlockStream(
             partial(blocks_k.find, keys=keys),
-            partial(load_block, blocks_k.loader(keys), pipelines.loaded_k),
-            partial(load_block, blocks_v.loader(keys), pipelines.loaded_v),
+            partial(load_block, blocks_k.loader(keys), smem.k.loading),
+            partial(load_block, blocks_v.loader(keys), smem.v.loading),
         )
 
     # ------------------------------------------------------------------------------ consumer
@@ -504,7 +481,6 @@ class Forward(AttentionKernel):
         self,
         operands: ForwardOperands,
         smem: ForwardBuffers,
-        pipelines: ForwardPipelines,
         softmax_scale: Float32,
         sequences,
         schedule,
@@ -519,7 +495,7 @@ class Forward(AttentionKernel):
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
         new_attention, mmas, turns = self.format.consumer(group)
-        regs = mmas.fragments(smem.q, smem.k, smem.v)
+        regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
@@ -534,29 +510,29 @@ class Forward(AttentionKernel):
             sequence = sequences.sequence(segment)
             scale, scale_v = self.scales(operands, tile, softmax_scale)
             if cutlass.const_expr(self.format.converts_q):
-                scale *= self.convert_q(smem, pipelines.q, q_state, group, thread, out.barrier)
+                scale *= self.convert_q(smem, q_state, group, thread, out.barrier)
             shown = mask.at(tile.batch, tile.head)
             rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
             touched = self.blocks_of_rows(rules.mask, blocks, slab * ROWS, sequence)
             reference = self.format.reference(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, reference)
-            pipelines.q.consumer_wait(q_state)
+            smem.pipe_q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
             dropout = None
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
-            fields = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns
+            fields = mmas, regs, q, smem.k.pipe, smem.v.pipe, softmax, rules, turns
             attention = new_attention(*fields, dropout, scale_v)
 
             k_state, v_state = attention.skip(blocks.end - touched.end, k_state, v_state)
             k_state = attention.first(touched.end - 1, k_state)
             if cutlass.const_expr(self.cache is not None):
-                self.clear_past_end(attention, smem.v, touched.end - 1, v_state, thread, out)
+                self.clear_past_end(attention, smem.v.blocks, touched.end - 1, v_state, thread, out)
             started = recorder.now()
             k_state, v_state = attention.rest(touched, k_state, v_state)
             if cutlass.const_expr(config.own_o or self.stores_rows):
-                pipelines.q.consumer_release(q_state)
+                smem.pipe_q.consumer_release(q_state)
             parts = number = None
             if cutlass.const_expr(self.schedule_type.splits):
                 warp = rank * (config.consumers * WARPS) + warp_of_tile(thread_idx)
@@ -577,15 +553,15 @@ class Forward(AttentionKernel):
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
             if cutlass.const_expr(not (config.own_o or self.stores_rows)):
                 out.wait()
-                pipelines.q.consumer_release(q_state)
+                smem.pipe_q.consumer_release(q_state)
             q_state.advance()
         turns.finish()
         out.wait()
 
-    def convert_q(self, smem: ForwardBuffers, pipe_q, q_state, group, thread, barrier):
+    def convert_q(self, smem: ForwardBuffers, q_state, group, thread, barrier):
         """Convert this warpgroup's rows of Q to fp16; return what scores are multiplied by.
         Past the sequence's last row TMA has loaded zeros."""
-        pipe_q.consumer_wait(q_state)
+        smem.pipe_q.consumer_wait(q_state)
         rows = smem.q[None, None, q_state.index * self.config.consumers + group]
         largest = smem.largest[None, group]
         unscale = convert_rows(rows, self.dtype, Int32(ROWS), largest, barrier, thread)

@@ -13,8 +13,8 @@ from cutlass import Boolean, Int32, pipeline
 from fa3.kernels.forward_launch import OTHER_REGISTERS
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention
+from fa3.primitives.block_memory import BlockRing
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.fp8_blocks import ConvertedPipeline
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore, store_lse
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.tma import TmaTensor
@@ -48,29 +48,16 @@ class ForwardOperands(NamedTuple):
 
 
 class ForwardBuffers(NamedTuple):
-    """The buffers in shared memory, swizzled (rows, columns, count).
-    Q and O count slabs of 64 rows, K and V stages. Consumers read k and v, with products in FP8
-    V^T; TMA loads others."""
+    """The buffers in shared memory, and the pipelines from the producer.
+    Q and O are swizzled, (64, columns, slabs of 64 rows)."""
 
     q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    pipe_q: pipeline.PipelineTmaAsync
+    k: BlockRing
+    v: BlockRing
     o: cute.Tensor
-    loaded_k: cute.Tensor
-    loaded_v: cute.Tensor
     # (4, consumers) int32, the largest query of each warp; None unless consumers convert Q.
     largest: cute.Tensor | None
-
-
-class ForwardPipelines(NamedTuple):
-    """The mbarrier pipelines from the producer to the consumers."""
-
-    q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync | ConvertedPipeline
-    v: pipeline.PipelineTmaAsync | ConvertedPipeline
-    # loaded_k, loaded_v: to the warps that rewrite blocks; the same as k and v where none do.
-    loaded_k: pipeline.PipelineTmaAsync
-    loaded_v: pipeline.PipelineTmaAsync
 
 
 @dataclass(frozen=True)

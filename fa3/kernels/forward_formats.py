@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa3.kernels.forward_epilogue import ForwardBuffers, ForwardPipelines
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
-from fa3.primitives.block_memory import BlockMemory
+from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.fp8_blocks import CacheConverter, rewriter_states
 from fa3.primitives.fp8_compute import TRANSPOSERS, ValueTransposer, attention_and_columns
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
@@ -43,7 +42,7 @@ class SixteenBits:
         )
         return k, v
 
-    def rewriter(self, smem: ForwardBuffers, pipelines: ForwardPipelines, warp, lane) -> tuple:
+    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> tuple:
         """What rewrites blocks, by a thread of rewriter `warp`, and its first states."""
         raise NotImplementedError
 
@@ -77,9 +76,8 @@ class Fp8Products(SixteenBits):
         transposed = BlockMemory.of(self.columns_v, tile_n, self.dtype, stages)
         return k, transposed.rewritten(v, self.rewriters)
 
-    def rewriter(self, smem: ForwardBuffers, pipelines: ForwardPipelines, warp, lane) -> tuple:
-        buffers = smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v
-        return ValueTransposer(*buffers, warp, lane, self.rewriters), self.states
+    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> tuple:
+        return ValueTransposer(v, warp, lane, self.rewriters), self.states
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but warpgroups take no turns, which cost up to 6%."""
@@ -107,5 +105,5 @@ class Fp8Keys(SixteenBits):
         )
         return k, v
 
-    def rewriter(self, smem: ForwardBuffers, pipelines: ForwardPipelines, warp, lane) -> tuple:
-        return CacheConverter.of(smem, pipelines, warp, lane, self.rewriters), (self.states,) * 2
+    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> tuple:
+        return CacheConverter.of(k, v, warp, lane, self.rewriters), (self.states,) * 2

@@ -1,14 +1,37 @@
 """Blocks of K or of V in shared memory, as they are loaded and as WGMMAs read them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN
+from cutlass import Float8E4M3FN, Int64
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives.fp8_blocks import CONVERTED, ConvertedPipeline
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.wgmma import ROWS
+
+
+class BlockRing(NamedTuple):
+    """Stages of blocks of K or of V in shared memory, swizzled, with their mbarrier pipelines."""
+
+    blocks: cute.Tensor  # (keys, columns, stages) for WGMMAs; with products in FP8, V^T
+    pipe: object  # to the MMA warpgroups
+    # loaded, loading: blocks as they are loaded, and the pipeline from the producer; the same
+    # unless warps rewrite blocks.
+    loaded: cute.Tensor
+    loading: object
+
+
+class BlockFields(NamedTuple):
+    """Types of fields of shared memory: for blocks and their mbarriers, and for loaded blocks and
+    theirs, which are empty unless warps rewrite blocks."""
+
+    blocks: Any
+    barriers: Any
+    loaded: Any
+    loaded_barriers: Any
 
 
 @dataclass(frozen=True)
@@ -49,34 +72,38 @@ class BlockMemory:
         return cute.size(self.layout, mode=[2])
 
     @property
-    def elements(self) -> int:
-        """Elements of all blocks for WGMMAs."""
-        return cute.cosize(self.layout)
+    def fields(self) -> BlockFields:
+        """Types of the fields that the blocks need."""
+        loaded = self.rewriters > 0
+        loaded_stages = loaded * cute.size(self.loaded_layout, mode=[2])
+        loaded_elements = loaded * cute.cosize(self.loaded_layout)
+        return BlockFields(
+            room(self.dtype, cute.cosize(self.layout)),
+            cute.struct.MemRange[Int64, 2 * self.stages],
+            room(self.loaded_type, loaded_elements),
+            cute.struct.MemRange[Int64, 2 * loaded_stages],
+        )
 
-    # loaded_stages, loaded_elements: the same of loaded blocks, if these are others.
-    @property
-    def loaded_stages(self) -> int:
-        return cute.size(self.loaded_layout, mode=[2]) if self.rewriters else 0
+    def ring(self, storage, name: str, new_pipeline: Callable, readers: int) -> BlockRing:
+        """The blocks of `name` in shared memory, read by so many warps.
 
-    @property
-    def loaded_elements(self) -> int:
-        return cute.cosize(self.loaded_layout) if self.rewriters else 0
-
-    def buffers(self, field, loaded_field) -> tuple[cute.Tensor, cute.Tensor]:
-        """The tensors of blocks for WGMMAs, and as they are loaded, in fields of shared memory."""
-        buffer = field.get_tensor(self.layout.outer, swizzle=self.layout.inner)
+        Args:
+            storage: has the `fields` as NAME, barriers_NAME, loaded_NAME and loaded_barriers_NAME.
+            new_pipeline: (barriers, type, layout, readers) -> the producer's pipeline.
+        """
+        kinds = "", "barriers_", "loaded_", "loaded_barriers_"
+        fields = BlockFields(*(getattr(storage, kind + name) for kind in kinds))
+        blocks = fields.blocks.get_tensor(self.layout.outer, swizzle=self.layout.inner)
         if not self.rewriters:
-            return buffer, buffer
-        layout = self.loaded_layout
-        return buffer, loaded_field.get_tensor(layout.outer, swizzle=layout.inner)
+            pipe = new_pipeline(fields.barriers, self.dtype, self.layout, readers)
+            return BlockRing(blocks, pipe, blocks, pipe)
+        kind, layout = self.loaded_type, self.loaded_layout
+        loaded = fields.loaded.get_tensor(layout.outer, swizzle=layout.inner)
+        loading = new_pipeline(fields.loaded_barriers, kind, layout, self.rewriters)
+        pipe = ConvertedPipeline.create(fields.barriers, self.stages, self.rewriters, readers)
+        return BlockRing(blocks, pipe, loaded, loading)
 
-    @property
-    def loaded(self) -> tuple:
-        """Type and layout of blocks as they are loaded."""
-        return self.loaded_type, self.loaded_layout
 
-    def pipeline(self, loading, barriers, consumers: int):
-        """The pipeline to so many consumer warps: `loading`, the producer's, or one of its own."""
-        if not self.rewriters:
-            return loading
-        return ConvertedPipeline.create(barriers, self.stages, self.rewriters, consumers)
+def room(dtype: type, elements: int):
+    """A field of shared memory for so many elements, as swizzles need it."""
+    return cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]

@@ -9,6 +9,7 @@ lanes of a warp are spread over rows and chunks so that neither side has bank co
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -63,10 +64,7 @@ def block_of(tensor: cute.Tensor, offset, layout: cute.Layout) -> cute.Tensor:
 class BlockRewriter:
     """Makes blocks for the MMA warpgroups of loaded blocks of K or of V, with a few warps."""
 
-    loaded: cute.Tensor  # blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled
-    written: cute.Tensor  # the blocks that are made
-    loading: pipeline.PipelineAsync  # the pipeline from the producer
-    writing: "ConvertedPipeline"  # the pipeline to the MMA warpgroups
+    ring: Any  # the `BlockRing`; loaded blocks are (tile_n, columns, stages) in e4m3
     # warp, lane: of this thread; the first of the warps is 0.
     warp: Int32
     lane: Int32
@@ -76,13 +74,13 @@ class BlockRewriter:
     def rewrite(self, _, states: tuple):
         """Rewrite the next block; return the next states of `loading` and of `writing`."""
         from_state, to_state = states
-        self.loading.consumer_wait(from_state)
+        self.ring.loading.consumer_wait(from_state)
         self.copy(from_state, to_state)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         # Only now: loads may still be on their way when an earlier arrival is seen.
-        self.loading.consumer_release(from_state)
-        self.writing.producer_commit(to_state)
+        self.ring.loading.consumer_release(from_state)
+        self.ring.pipe.producer_commit(to_state)
         from_state.advance()
         to_state.advance()
         return from_state, to_state
@@ -103,13 +101,13 @@ class BlockConverter(BlockRewriter):
                 last = min(first + CHUNKS_AT_ONCE // self.halves, self.groups)
                 chunks = self.load(box, first, last, from_state.index)
                 if cutlass.const_expr(box + first == 0):
-                    self.writing.producer_acquire(to_state)
+                    self.ring.pipe.producer_acquire(to_state)
                 self.store(chunks, box, first, to_state.index)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """(tile_n, columns)"""
-        tile_n, columns, _ = (cute.size(self.loaded, mode=[i]) for i in range(3))
+        tile_n, columns, _ = (cute.size(self.ring.loaded, mode=[i]) for i in range(3))
         return tile_n, columns
 
     @property
@@ -138,13 +136,13 @@ class BlockConverter(BlockRewriter):
         (tile_n, columns), width = self.sizes, self.width
         place = LanePlace(width, self.lane)
         groups = last - first
-        chunks = cute.make_rmem_tensor((CHUNK, groups, self.halves), self.loaded.element_type)
+        chunks = cute.make_rmem_tensor((CHUNK, groups, self.halves), self.ring.loaded.element_type)
         row = self.row(place, first)
         layout = cute.make_layout((CHUNK, groups), stride=(1, place.rows * width))
         for half in cutlass.range_constexpr(self.halves):
             chunk = (4 * half + place.chunk) ^ place.swizzle(width)
             offset = stage * (tile_n * columns) + row * width + chunk * CHUNK
-            source = block_of(self.loaded, offset + box * tile_n * width, layout)
+            source = block_of(self.ring.loaded, offset + box * tile_n * width, layout)
             for group in cutlass.range_constexpr(groups):
                 cute.autovec_copy(source[None, group], chunks[None, group, half])
         return chunks
@@ -164,13 +162,13 @@ class BlockConverter(BlockRewriter):
             chunk = (2 * place.chunk + i) ^ place.swizzle(width)
             offset = stage * (tile_n * columns) + row * in_row + chunk * VECTOR
             offset = offset + box * halves * tile_n * in_row
-            targets.append(block_of(self.written, offset, layout))
+            targets.append(block_of(self.ring.blocks, offset, layout))
         for half in cutlass.range_constexpr(halves):
             for group in cutlass.range_constexpr(groups):
-                values = cute.make_rmem_tensor((VECTOR, 2), self.written.element_type)
+                values = cute.make_rmem_tensor((VECTOR, 2), self.ring.blocks.element_type)
                 source = chunks[None, group, half].iterator
                 pair = cute.make_tensor(source, cute.make_layout((VECTOR, 2)))
-                values.store(pair.load().to(self.written.element_type))
+                values.store(pair.load().to(self.ring.blocks.element_type))
                 for i in cutlass.range_constexpr(2):
                     cute.autovec_copy(values[None, i], targets[i][None, group, half])
 
@@ -183,11 +181,9 @@ class CacheConverter:
     v: BlockConverter
 
     @classmethod
-    def of(cls, smem, pipelines, *warp_and_lane) -> "CacheConverter":
-        """What converts blocks from `loaded_k` and `loaded_v` to `k` and `v` of a kernel."""
-        buffers_k = smem.loaded_k, smem.k, pipelines.loaded_k, pipelines.k
-        buffers_v = smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v
-        return cls(*(BlockConverter(*x, *warp_and_lane) for x in (buffers_k, buffers_v)))
+    def of(cls, k, v, *warp_and_lane) -> "CacheConverter":
+        """What converts the blocks of two `BlockRing`s."""
+        return cls(*(BlockConverter(ring, *warp_and_lane) for ring in (k, v)))
 
     @cute.jit
     def run(self, begin, end, states: tuple) -> tuple:

@@ -168,8 +168,8 @@ class ValueTransposer(BlockRewriter):
 
     @cute.jit
     def copy(self, from_state, to_state):
-        self.writing.producer_acquire(to_state)
-        tile_n, columns = (cute.size(self.loaded, mode=[i]) for i in range(2))
+        self.ring.pipe.producer_acquire(to_state)
+        tile_n, columns = (cute.size(self.ring.loaded, mode=[i]) for i in range(2))
         width, length = box_bytes(columns, 1), box_bytes(tile_n, 1)
         matrix, row = self.lane // 8, self.lane % 8
         is_first = self.lane < 16
@@ -178,8 +178,8 @@ class ValueTransposer(BlockRewriter):
         key = 8 * (matrix % 2) + row
         column = 16 * (matrix // 2) + 2 * row + (matrix % 2 ^ row // 4)
         block = tile_n * columns
-        source = place_in_buffer(self.loaded, from_state.index * block + key * width)
-        target = place_in_buffer(self.written, to_state.index * block + column * length)
+        source = place_in_buffer(self.ring.loaded, from_state.index * block + key * width)
+        target = place_in_buffer(self.ring.blocks, to_state.index * block + column * length)
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
         for i in cutlass.range_constexpr(tile_n // CHUNK // self.warps):
             piece = self.warp * (tile_n // CHUNK // self.warps) + i
