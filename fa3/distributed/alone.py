@@ -27,7 +27,7 @@ Lengths = tuple[Tensor, Tensor, tuple[int, int]]
 ALL = slice(None)
 
 WAITING_SMS = 2
-"""SMs that a part leaves while rows are under way: kernels that wait for a word have one each."""
+"""SMs that a part leaves while rows are under way: kernels in which ranks meet run there."""
 
 
 @dataclass(eq=False)

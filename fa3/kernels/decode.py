@@ -472,7 +472,7 @@ class Decode(DecodeMemory):
 
     def key_blocks(self, tile: Tile, sequence: Sequence) -> Blocks:
         """Key blocks that the rows of one tile touch, of all heads.
-        By the band of the spec's mask: ranges of a user's mask may differ by head."""
+        The band of the spec's mask gives them: ranges of a user's mask may differ by head."""
         ratio, row = self.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
         return self.spec.mask.key_blocks(first, last - first + 1, TILE_N, sequence)

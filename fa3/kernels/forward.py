@@ -588,7 +588,7 @@ class Forward(AttentionKernel):
     @cute.jit
     def blocks_of_rows(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:
         """The cluster's blocks that a warpgroup's rows touch.
-        One block if no row is a query."""
+        It is one block if no row is a query."""
         tile_n, last_row = self.config.tile_n, sequence.seqlen_q - 1
         first_row = cutlass.min(row_begin, last_row)
         touched = mask.key_blocks(first_row, ROWS, tile_n, sequence)

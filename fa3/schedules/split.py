@@ -190,8 +190,8 @@ class RaggedSegments(SplitTiles):
 
     def segment(self, cursor: RaggedSegmentsCursor) -> Segment:
         index, first_block, end_block, part = cursor.entry
-        tile = segment_of(index, cursor.head, cursor.record)
-        return tile._replace(begin=first_block, end=end_block, part=PackedPart(part))
+        whole = segment_of(index, cursor.head, cursor.record)
+        return whole._replace(begin=first_block, end=end_block, part=PackedPart(part))
 
 
 def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:
