@@ -384,17 +384,11 @@ class SingleTile(Schedule):
         return self.order.num_tiles
 
 
-def deal(num_tiles: int, num_clusters: int) -> np.ndarray:
-    """Return the cluster of each tile, dealt in rounds, odd rounds in reverse.
-    The order is longest-first: in one direction only, cluster 0 would get the longest tile of every
-    round."""
-    turn, place = np.divmod(np.arange(num_tiles), num_clusters)
-    return np.where(turn % 2, num_clusters - 1 - place, place)
-
-
 @dataclass(frozen=True)
 class StaticPersistent(Schedule):
-    """Deal the tiles to the clusters in rounds (`deal`)."""
+    """Deal the tiles to the clusters in rounds, odd rounds in reverse.
+    The order is longest-first: in one direction only, cluster 0 would get the longest tile of every
+    round."""
 
     order: TileOrder
     num_clusters: int
@@ -405,7 +399,8 @@ class StaticPersistent(Schedule):
 
     @property
     def owners(self) -> np.ndarray:
-        return deal(self.order.num_tiles, self.num_clusters)
+        turn, place = np.divmod(np.arange(self.order.num_tiles), self.num_clusters)
+        return np.where(turn % 2, self.num_clusters - 1 - place, place)
 
     def next(self, cursor):
         position = cursor % self.num_clusters

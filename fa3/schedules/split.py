@@ -276,6 +276,9 @@ def fill(
 ) -> tuple[list[int], float]:
     """Fill one cluster after another up to a level: whole tiles, then a part of the next tile.
 
+    Where the room is too small for a part, it takes whole tiles from the end of the order: under
+    a causal mask these are the shortest.
+
     Returns:
         The cuts as a flat list; and the time of the tiles left over or, if none are, minus the
         clusters' unused room.
@@ -283,10 +286,10 @@ def fill(
     unit, merge = ranges.unit, ranges.merge
     # Parts but the first are there a merge before the level.
     first_part, later_part = unit + merge, unit + ranges.leave + merge
-    pieces, tile, begin, spare = [], 0, 0, 0.0
+    pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
     for owner, load in enumerate(loads):
         room = level - load
-        while tile < len(lengths):
+        while tile <= last:
             rest = lengths[tile] - begin
             cost = rest + (later_part if begin else unit)
             if cost > room:
@@ -294,16 +297,20 @@ def fill(
             pieces += (tile, begin, begin + rest, owner)
             room -= cost - merge if begin else cost
             tile, begin = tile + 1, 0
-        if tile < len(lengths):
+        if tile <= last:
             part_cost = later_part if begin else first_part
             some = min(int(room - part_cost), rest - SHORTEST)
             if some >= SHORTEST:
                 pieces += (tile, begin, begin + some, owner)
                 begin, room = begin + some, room - some - part_cost
+            else:
+                while last > tile and lengths[last] + unit <= room:
+                    pieces += (last, 0, lengths[last], owner)
+                    last, room = last - 1, room - lengths[last] - unit
         spare += max(room, 0.0)
-    if tile == len(lengths):
+    if tile > last:
         return pieces, -spare
-    return pieces, sum(lengths[tile:]) - begin + unit * (len(lengths) - tile)
+    return pieces, sum(lengths[tile : last + 1]) - begin + unit * (last + 1 - tile)
 
 
 def pack(

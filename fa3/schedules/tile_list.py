@@ -5,6 +5,7 @@ Tile times come from the cost model (`TiledProblem.times`); `fa3.running.graphs`
 """
 
 import heapq
+import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,14 +21,18 @@ from fa3.schedules.order import (
     Tile,
     TileOrder,
     check_tiles,
-    deal,
     entries_of,
 )
 
-MANY_TILES = 4096
-"""Up to this many tiles are assigned one by one, which costs the host 0.2 us each."""
+MANY_TILES = 2560
+"""Up to this many tiles are all assigned one by one, which costs the host 0.2 us each."""
 
 LATE = 1.005  # last cluster's end over the mean end, from which another assignment is tried
+STEPS = 8  # with more tiles, the first ones are assigned in at most this many steps of whole rounds
+
+LAST_ROUNDS = 8
+"""Rounds after those steps that are assigned one by one; more rounds if their tiles are short."""
+
 TICKS = 1 << 20  # time of the longest tile, in the integer ticks of an assignment
 
 
@@ -122,21 +127,51 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
 def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
     """Return the cluster of each tile, such that all clusters end at nearly the same time.
 
-    Each tile goes to the first free cluster. If the last one ends too late, the longest tiles go
-    first. Of many tiles the first ones are dealt, so that this takes the host no longer.
+    Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
+    late, the first ones are assigned in whole rounds, a round's longest tile to the cluster with
+    the least work: clusters stay within about the longest tile of each other. The last tiles even
+    this out: greedily in their order, or longest-first if that order ends too late.
     """
     ticks = in_ticks(times)
-    num_dealt = max(0, len(ticks) - MANY_TILES)
-    owners, rest = deal(len(ticks), num_clusters), ticks[num_dealt:]
-    work = np.bincount(owners[:num_dealt], ticks[:num_dealt], minlength=num_clusters)
-    free_at, mean = work.astype(np.int64), ticks.sum() / max(1, num_clusters)
-    owners[num_dealt:], end = assign_greedily(rest, free_at)
-    if end > max(mean + ticks.min(initial=TICKS), LATE * mean):
-        longest_first = np.argsort(-rest, kind="stable")
-        by_length, earlier_end = assign_greedily(rest[longest_first], free_at)
+    free_at = np.zeros(num_clusters, np.int64)
+    mean = ticks.sum() / max(1, num_clusters)
+    late = max(mean + ticks.min(initial=TICKS), LATE * mean)
+    if len(ticks) <= MANY_TILES:
+        owners, end = assign_greedily(ticks, free_at)
+        if end <= late or len(ticks) <= num_clusters:
+            return owners
+    owners = np.empty(len(ticks), np.int64)
+    rounds = rounds_to_balance(ticks, num_clusters)
+    bounds = np.linspace(0, rounds, min(rounds, STEPS) + 1).astype(int) * num_clusters
+    for first, end in itertools.pairwise(bounds.tolist()):
+        hands = ticks[first:end].reshape(-1, num_clusters)
+        work = snake_loads(hands)
+        cluster = np.empty(num_clusters, np.int64)
+        cluster[np.argsort(-work)] = np.argsort(free_at)
+        free_at[cluster] += work
+        dealt = owners[first:end].reshape(-1, num_clusters)
+        dealt[::2], dealt[1::2] = cluster, cluster[::-1]
+    last = ticks[rounds * num_clusters :]
+    in_order, end = assign_greedily(last, free_at)
+    if end > late:
+        longest_first = np.argsort(-last, kind="stable")
+        by_length, earlier_end = assign_greedily(last[longest_first], free_at)
         if earlier_end < end:
-            owners[num_dealt + longest_first] = by_length
+            in_order[longest_first] = by_length
+    owners[rounds * num_clusters :] = in_order
     return owners
+
+
+def snake_loads(rounds: np.ndarray) -> np.ndarray:
+    """The work of every hand: (rounds, hands) units, odd rounds in reverse order."""
+    return rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)
+
+
+def rounds_to_balance(ticks: np.ndarray, num_clusters: int) -> int:
+    """How many whole rounds to assign first, so that the tiles after them can even out the rest."""
+    needed = num_clusters * ticks.max()
+    enough = np.searchsorted(np.cumsum(ticks[::-1]), needed)
+    return max(0, len(ticks) - max(int(enough), LAST_ROUNDS * num_clusters)) // num_clusters
 
 
 def in_ticks(times: np.ndarray) -> np.ndarray:
