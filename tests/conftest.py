@@ -91,8 +91,7 @@ def no_latest_calls():
     """Forget what calls of other tests led to, whose kernels may have been stubs."""
     from fa3.calls import options
 
-    for found in (options.remembered_options, options.latest_call):
-        found.cache_clear()
+    options.remembered_options.cache_clear()
 
 
 @pytest.fixture(autouse=True)

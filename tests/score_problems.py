@@ -14,10 +14,10 @@ import fa3
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
-from fa3.calls.modifiers import ModifierSpec, compiled_modifiers, functions_of, modifier_tensors
-from fa3.calls.options import Options
+from fa3.calls.modifiers import functions_of, modifier_tensors, standard_scores
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Intersection
+from fa3.scores.templates import Template
 
 NOTHING = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "score": None, "mask": None}
 """The arguments of a call that changes no scores."""
@@ -191,16 +191,18 @@ RECIPES_WITH_GRADIENTS = RECIPES.map(lambda recipe: recipe._replace(score=None))
 class Modifiers(NamedTuple):
     """What is compiled of a call's scores, mask and sinks, and what a kernel takes of them."""
 
-    structure: ModifierSpec
+    scores: tuple[Template, ...]
+    mask: Template | None
+    sinks: str | None
     tensors: tuple[torch.Tensor, ...] | None
 
 
 def modifiers_of(q, softcap, alibi_slopes, sinks, score, mask, is_causal=False) -> Modifiers:
     functions, function_tensors = functions_of(q, score, mask)
-    options = Options(softcap=softcap, functions=functions)
-    structure = compiled_modifiers(options, alibi_slopes, sinks, is_causal)
+    scores = *standard_scores(softcap, alibi_slopes, is_causal), *functions.scores
+    dtype = None if sinks is None else str(sinks.dtype).removeprefix("torch.")
     tensors = modifier_tensors(alibi_slopes, function_tensors, sinks)
-    return Modifiers(structure, tensors)
+    return Modifiers(scores, functions.mask, dtype, tensors)
 
 
 HEAD_DIMS = (
@@ -259,7 +261,7 @@ def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem,
     """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
     is_causal = problem.window.right == 0
     modifiers = modifiers_of(q, **arguments, is_causal=is_causal)
-    scores, template, sinks, _ = modifiers.structure
+    scores, template, sinks, _ = modifiers
     mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
     spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)
     return replace(problem, spec=spec), modifiers

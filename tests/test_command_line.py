@@ -126,8 +126,8 @@ def test_the_plan_is_that_of_the_call(shape, capsys):
         torch.empty(batch, seqlen, heads, head_dim, dtype=torch.bfloat16)
         for seqlen, heads in ((seqlen_q, heads_q), (seqlen_k, heads_kv))
     )
-    described = describe_tensors(DENSE, (q, k, k, *[None] * 19))
-    call = prepare_call(described, Options(Window(right=0), kind=DENSE))
+    options = Options(Window(right=0), kind=DENSE)
+    call = prepare_call(describe_tensors({"q": q, "k": k, "v": k}, options), options)
     expected = [describe_kernel(launch.kernel) for launch in call.kernels.plan.launches()]
     printed = printed_plan(capsys, "--gpu", "H200", "--shape", shape, "--causal")
     assert printed["Kernels"] == expected

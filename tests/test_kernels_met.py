@@ -16,10 +16,10 @@ from varlen_problems import signature_with
 
 import fa3
 from fa3.calls import devices, execution, launcher, prepare
-from fa3.calls.call import NAMES_BY_KIND
+from fa3.calls.call import AttentionCall
 from fa3.calls.execution import PackedCall
-from fa3.calls.options import CACHED, Options
 from fa3.calls.options import PACKED as PACKED_KEYS
+from fa3.calls.options import Options
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
 from fa3.planning import routes, tilings
 from fa3.planning.costs import H100, H200
@@ -98,13 +98,13 @@ def prepare_on_pages(model: Model, window: Window, batch: int, queries: int, key
         for size in (model.head_dim, model.head_dim_v)
     )
     integers = {
-        "cache_seqlens": (batch,), "page_table": (batch, keys // PAGE_SIZE),
+        "seqused_k": (batch,), "page_table": (batch, keys // PAGE_SIZE),
         "cu_seqlens_q": (batch + 1,),
     }  # fmt: skip
     given = {
         "q": operand(1, model.heads_q, model.head_dim, dtype=dtype, device="cuda:0"),
-        "k_cache": cache,
-        "v_cache": of_v,
+        "k": cache,
+        "v": of_v,
         **{
             name: operand(*shape, dtype=torch.int32, device="cuda:0")
             for name, shape in integers.items()
@@ -112,9 +112,8 @@ def prepare_on_pages(model: Model, window: Window, batch: int, queries: int, key
     }
     if model.sinks:
         given["sinks"] = operand(model.heads_q, dtype=dtype, device="cuda:0")
-    described = tuple(given.get(name) for name in NAMES_BY_KIND[CACHED])
     options = Options(window, model.softcap, max_seqlen_q=queries)
-    return prepare.prepare_call.__wrapped__(described, options)
+    return prepare.prepare_call.__wrapped__(AttentionCall(**given, max_seqlen_q=queries), options)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,9 +20,9 @@ from fa3 import flash_attn_func
 from fa3 import settings as fa3_settings
 from fa3.calls import values as calls_values
 from fa3.calls.attention import flash_attn_with_kvcache
-from fa3.calls.call import INTEGERS, NAMES_BY_KIND, OF_INTEGERS, AttentionCall, describe_tensors
+from fa3.calls.call import INTEGERS, TENSORS, describe_tensors, public_name
 from fa3.calls.combine import flash_attn_combine
-from fa3.calls.options import CACHED
+from fa3.calls.options import CACHED, Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import values_on_host
 from fa3.kernels.decode import Decode
@@ -337,10 +337,9 @@ def assertions(monkeypatch):
 
 def seen_by_host(call: dict) -> dict[str, list | None]:
     """Return what the host sees of a call's integer tensors."""
-    tensors = tuple(map(call.get, NAMES_BY_KIND[CACHED]))
-    described = describe_tensors(CACHED, tensors)
-    names = NAMES_BY_KIND[CACHED][OF_INTEGERS]
-    return values_on_host(AttentionCall.of(described, CACHED), tensors[OF_INTEGERS], names)
+    values = {name: call.get(public_name(CACHED, name)) for name in TENSORS}
+    described = describe_tensors(values, Options(kind=CACHED))
+    return values_on_host(described, {name: values[name] for name in INTEGERS})
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])

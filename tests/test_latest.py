@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 
 import fa3
 from fa3.calls import attention, combine
-from fa3.calls.call import TENSORS
+from fa3.calls.call import AttentionCall
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
-from fa3.calls.options import latest_call, remembered_options
+from fa3.calls.options import PACKED, remembered_options
 from fa3.calls.prepare import prepare_call
 from fa3.problem import REMEMBERED
 
@@ -161,10 +161,10 @@ def test_dropout_is_that_of_the_call_whatever_was_before(stop_describing):
     for is_dropped in (False, False, False, True, True, False, True, True, True):
         found = fa3.flash_attn_varlen_func(**call, **dropped if is_dropped else {})
         assert torch.equal(found, expected if is_dropped else plain)
-    stop_describing()
-    assert torch.equal(fa3.flash_attn_varlen_func(**call, **dropped), expected)
     other = fa3.flash_attn_varlen_func(**call, dropout_p=0.9, rng_state=state)
     assert not torch.equal(other, expected)
+    stop_describing()
+    assert torch.equal(fa3.flash_attn_varlen_func(**call, **dropped), expected)
 
 
 def test_the_same_tensor_twice_is_no_other_call():
@@ -173,7 +173,6 @@ def test_the_same_tensor_twice_is_no_other_call():
         fa3.flash_attn_with_kvcache(**cache_call(k_cache=k, v_cache=k))
     call = cache_call(k_cache=k)
     found = fa3.flash_attn_with_kvcache(**call)
-    latest_call.cache_clear()
     remembered_options.cache_clear()
     assert torch.equal(found, fa3.flash_attn_with_kvcache(**call))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -240,16 +239,17 @@ def test_calls_of_two_kinds_in_turn_are_right():
 
 
 def test_only_what_comes_again_is_remembered():
-    latest, tensors = FastPath(), (torch.zeros(4), None, torch.zeros(2))
+    latest, tensors = FastPath(), {"q": torch.zeros(4), "k": None, "v": torch.zeros(2)}
+    alignments = dict.fromkeys("qkv", 1)
     for outcome in ("one", "other", "one"):
-        latest.remember(tensors, (1, 1, 1), (), outcome)
+        latest.remember(tensors, alignments, (), outcome)
         assert latest.find(tensors) == UNKNOWN
-    latest.remember(tensors, (1, 1, 1), (0,), "one")
-    assert latest.find(tensors) == ("one", [tensors[0].data_ptr(), tensors[2].data_ptr()])
-    assert latest.find((torch.zeros(5), None, tensors[2]))[0] == "one"
-    assert latest.find((tensors[0], None, torch.zeros(3))) == UNKNOWN
-    assert latest.find((tensors[0], torch.zeros(1), tensors[2])) == UNKNOWN
-    assert latest.find((tensors[0], None, None)) == UNKNOWN
+    latest.remember(tensors, alignments, ("q",), "one")
+    assert latest.find(tensors) == ("one", [tensors["q"].data_ptr(), tensors["v"].data_ptr()])
+    assert latest.find(tensors | {"q": torch.zeros(5)})[0] == "one"
+    assert latest.find(tensors | {"v": torch.zeros(3)}) == UNKNOWN
+    assert latest.find(tensors | {"k": torch.zeros(1)}) == UNKNOWN
+    assert latest.find(tensors | {"v": None}) == UNKNOWN
 
 
 def test_the_stride_of_a_single_number_is_not_that_of_several():
@@ -282,11 +282,10 @@ def operand(*shape, dtype=torch.bfloat16, device="cpu") -> Operand:
     return Operand(torch.Size(shape), tuple(strides), dtype, torch.device(device))
 
 
-def packed_operands(**named: Operand | None) -> tuple[Operand | None, ...]:
+def packed_operands(**named: Operand | None) -> AttentionCall:
     """Describe the tensors of a call on packed keys."""
     ends = operand(1, dtype=torch.int32, device=named["q"].device)
-    named |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    return tuple(named.get(name) for name in TENSORS)
+    return AttentionCall(**named, cu_seqlens_q=ends, cu_seqlens_k=ends, kind=PACKED)
 
 
 def merge(parts: int) -> tuple:

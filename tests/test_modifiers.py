@@ -9,7 +9,6 @@ import torch
 from score_problems import NOTHING, Gate, Modifiers, Span, modifiers_of
 
 import fa3
-from fa3.calls.modifiers import ModifierSpec
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -29,8 +28,7 @@ def modifiers(is_causal=False, **arguments) -> Modifiers:
 
 
 def test_nothing_is_unmodified():
-    assert modifiers() == (ModifierSpec(), None)
-    assert hash(ModifierSpec()) == hash(modifiers().structure)
+    assert modifiers() == ((), None, None, None)
 
 
 def test_scores_come_in_a_fixed_order_with_their_tensors():
@@ -39,18 +37,19 @@ def test_scores_come_in_a_fixed_order_with_their_tensors():
     found = modifiers(
         softcap=3, alibi_slopes=slopes, sinks=sinks, score=gate, mask=span, is_causal=True
     )
-    assert found.structure.scores == tuple(
+    assert found.scores == tuple(
         map(Template.of, (Softcap(3.0), Alibi(slopes, is_causal=True), gate))
     )
-    assert found.structure.mask == Template.of(span)
-    assert found.structure.sinks == "float32"
+    assert found.mask == Template.of(span)
+    assert found.sinks == "float32"
     expected = (slopes, gate.factor, span.begin, span.end, sinks)
     assert all(a is b for a, b in zip(found.tensors, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_are_of_either_dtype(dtype):
-    assert modifiers(sinks=torch.zeros(HEADS, dtype=dtype)).structure.sinks == str(dtype)[6:]
+    problem = fa3.Problem.of(*operands(), sinks=torch.zeros(HEADS, dtype=dtype))
+    assert problem.spec.sinks == str(dtype)[6:]
 
 
 # ---------------------------------------------------------------------------------- bad input

@@ -103,12 +103,11 @@ def varlen_backward_case(**options) -> Case:
 
 def cache_case(appends: bool, has_out: bool) -> Case:
     q, k, v, k_cache, v_cache, lengths = cache()
-    named = {"q": q, "cache_seqlens": lengths, "causal": True}
+    named = {"q": q, "k": k_cache, "v": v_cache, "seqused_k": lengths, "causal": True}
     out = torch.empty_like(q) if has_out else None
     if appends:
-        caches = {"k_cache": k_cache, "v_cache": v_cache}
-        return make_case(operators.APPEND, **named, **caches, k=k, v=v, out=out)
-    named |= {"k": k_cache, "v": v_cache, "function": operators.CACHED}
+        return make_case(operators.APPEND, **named, k_new=k, v_new=v, out=out)
+    named["function"] = operators.CACHED
     if has_out:
         return make_case(operators.ATTENTION_OUT, **named, out=out)
     return make_case(operators.ATTENTION, **named)

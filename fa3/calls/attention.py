@@ -1,50 +1,37 @@
 """The public functions: attention of a batch, of packed sequences, and to a key/value cache.
 
-Each hands its tensors and options on in one order (`fa3.calls.call`, `fa3.calls.options`), and
-`run_call` does the rest. What follows from shapes, strides, types and options is worked out once
-and remembered (`fa3.calls.prepare`). The latest calls are found again without describing their
-tensors (`fa3.calls.latest`). An argument that several functions share is described in
-`flash_attn_func`.
+Each hands its arguments on by name, and `run_call` does the rest. What follows from shapes,
+strides, types and options is worked out once and remembered (`fa3.calls.prepare`). The latest calls
+are found again without describing their tensors (`fa3.calls.latest`). An argument that several
+functions share is described in `flash_attn_func`.
 """
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from fa3.calls import operators, values
+from fa3.calls import operators
+from fa3.calls import values as host_values
 from fa3.calls.backward import (
     BackwardCall,
-    DifferentiableCall,
     attend_differentiably,
     check_differentiable,
     wants_gradient,
 )
 from fa3.calls.call import (
-    ALIGNMENTS,
-    ENDS_Q,
-    NAMES_BY_KIND,
-    OUT,
-    SINKS,
-    SLOPES,
-    TENSORS,
-    USED_Q,
+    NO_VALUES,
     WITH_GRADIENT,
-    K,
-    Q,
-    Tensors,
-    V,
     check_totals,
     describe_tensors,
     have_one_batch,
     lengths_of,
     of_any_lengths,
-    places_by_rows,
 )
 from fa3.calls.eager import is_traced
 from fa3.calls.latest import FastPath
-from fa3.calls.modifiers import dropout_of, function_names, functions_of, modifier_tensors
-from fa3.calls.operands import ALIGNMENT, addresses, check_writable, describe, used_queries
+from fa3.calls.modifiers import dropout_of, functions_of, modifier_tensors
+from fa3.calls.operands import ALIGNMENT, check_writable, describe, used_queries
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     CACHED,
@@ -53,17 +40,18 @@ from fa3.calls.options import (
     PACKED,
     PAGED,
     Options,
+    UserFunctions,
     by_either_name,
     check_hashable,
     check_scale,
     integer,
+    open_if_unshared,
     options_of,
     real,
-    share_heads,
 )
 from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
-from fa3.calls.values import checked_integers
+from fa3.calls.values import check_numbers
 from fa3.complaints import kind_of, shown
 from fa3.planning.plan import Plan
 from fa3.planning.planner import ScheduleChoice
@@ -71,6 +59,7 @@ from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
+NO_FUNCTIONS = UserFunctions()
 MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k
 
 
@@ -177,20 +166,20 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    tensors = (
-        q, k, v, None, None, None, None, None, None, None, None, None, None, None, None, None,
-        q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
-    )  # fmt: skip
-    options = (
-        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
-        deterministic, dropout_p, pack_gqa, qv,
-    )  # fmt: skip
     if not (schedule is plan is None):
         check_choices(schedule, plan)
+    values = NO_VALUES.copy()
+    values["q"], values["k"], values["v"], values["out"] = q, k, v, out
+    values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
+    values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
+    options = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
+        return_attn_probs, deterministic, dropout_p,
+    )  # fmt: skip
     arguments = (
         softmax_scale, window_size, score, mask, rng_state, None, None, None, None, schedule, plan,
     )  # fmt: skip
-    return run_call(DENSE, tensors, options, arguments)
+    return run_call(DENSE, values, options, arguments)
 
 
 def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
@@ -312,20 +301,23 @@ def flash_attn_varlen_func(
     if page_table is not None:
         check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
         kind = PAGED
-    tensors = (
-        q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
-        None, seqused_q, cu_seqlens_k, q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
-    )  # fmt: skip
+    if pack_gqa is not None:
+        pack_gqa = open_if_unshared(pack_gqa, q, k)
+    values = NO_VALUES.copy()
+    values["q"], values["k"], values["v"], values["out"] = q, k, v, out
+    values["cu_seqlens_q"], values["cu_seqlens_k"] = cu_seqlens_q, cu_seqlens_k
+    values["seqused_q"], values["seqused_k"] = seqused_q, seqused_k
+    values["page_table"], values["alibi_slopes"], values["sinks"] = page_table, alibi_slopes, sinks
+    values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
     options = (
-        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
-        deterministic, dropout_p, return_softmax_lse, qv, pack_gqa,
-        pack_gqa is None or share_heads(q, k),
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
+        return_attn_probs, deterministic, dropout_p, return_softmax_lse,
     )  # fmt: skip
     arguments = (
         softmax_scale, window_size, score, mask, rng_state, max_seqlen_q, max_seqlen_k,
         scheduler_metadata, None, None, None,
     )  # fmt: skip
-    return run_call(kind, tensors, options, arguments)
+    return run_call(kind, values, options, arguments)
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
@@ -473,48 +465,53 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new = None
     elif cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k: where it is appended")
+    if pack_gqa is not None:
+        pack_gqa = open_if_unshared(pack_gqa, q, k_cache)
     length = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         length, cache_seqlens = cache_seqlens, None
-    tensors = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
-        q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
-    )  # fmt: skip
+    values = NO_VALUES.copy()
+    values["q"], values["k"], values["v"], values["out"] = q, k_cache, v_cache, out
+    values["k_new"], values["v_new"], values["cu_seqlens_k_new"] = k, v, cu_seqlens_k_new
+    values["rotary_cos"], values["rotary_sin"] = rotary_cos, rotary_sin
+    values["seqused_k"], values["page_table"] = cache_seqlens, page_table
+    values["batch_idx"], values["leftpad"] = cache_batch_idx, cache_leftpad
+    values["cu_seqlens_q"], values["rotary_seqlens"] = cu_seqlens_q, rotary_seqlens
+    values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
+    values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
     options = (
-        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
-        rotary_interleaved, batch_invariant, qv, pack_gqa,
-        pack_gqa is None or share_heads(q, k_cache),
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
+        return_softmax_lse, rotary_interleaved, batch_invariant,
     )  # fmt: skip
     arguments = (
         softmax_scale, window_size, None, None, None, max_seqlen_q, None, scheduler_metadata,
         length, None, None,
     )  # fmt: skip
-    return run_call(CACHED, tensors, options, arguments)
+    return run_call(CACHED, values, options, arguments)
 
 
 # ------------------------------------------------------------------------- what they share
 
 
 def describe_call(
-    tensors: Tensors, options: Options, latest: FastPath
+    values: dict[str, Any], options: Options, latest: FastPath
 ) -> tuple[PreparedAttention, Sequence[int]]:
-    """What these tensors and options lead to, and where the tensors begin.
+    """What a call's tensors and options lead to, and where the tensors begin.
 
     The next call is compared with this one.
     """
-    kind, used_q, names = options.kind, tensors[USED_Q], function_names(options)
+    kind, used_q = options.kind, values["seqused_q"]
     if kind == PACKED and not (used_q is None or isinstance(used_q, torch.Tensor)):
         raise TypeError(f"seqused_q must be a torch.Tensor, got {kind_of(used_q)}{NOTE_ON_ORDER}")
-    described = describe_tensors(kind, tensors, names)
+    described = describe_tensors(values, options)
     call = of_any_lengths(prepare_call, described, options)
-    for place in (OUT, K, V) if call.append is not None else (OUT,):
-        if tensors[place] is not None:
-            check_writable(call.description.name(TENSORS[place]), tensors[place])
-    of_any_length = sum(places_by_rows(kind, tensors), ())
-    alignments = *ALIGNMENTS, *[1] * len(names)
-    latest.remember(tensors, alignments, of_any_length, call, WITH_GRADIENT[kind])
-    return call, addresses(tensors)
+    for name in ("out", "k", "v") if call.append is not None else ("out",):
+        if values[name] is not None:
+            check_writable(described.name(name), values[name])
+    alignments = described.alignments(options)
+    of_any_length = sum(described.names_by_rows, ())
+    latest.remember(values, alignments, of_any_length, call, WITH_GRADIENT[kind])
+    return call, [values[name].data_ptr() for name in alignments if values[name] is not None]
 
 
 ARGUMENTS = (
@@ -526,32 +523,31 @@ ARGUMENTS = (
 
 def run_call(
     kind: str,
-    tensors: Tensors,
+    values: dict[str, Any],  # all `TENSORS`; more are added
     passed: tuple,  # the options, as `options_of` takes them
     arguments: tuple,  # the `ARGUMENTS`; a number in place of cache_seqlens is `cache_length`
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What a public function returns."""
-    q, k, v = tensors[:3]
+    q, k, v, ends_q = values["q"], values["k"], values["v"], values["cu_seqlens_q"]
+    slopes, sinks, out = values["alibi_slopes"], values["sinks"], values["out"]
     if is_traced(q):
-        named = dict(zip(NAMES_BY_KIND[kind], tensors, strict=True))
-        return trace_attention(kind, passed, named | dict(zip(ARGUMENTS, arguments, strict=True)))
+        named = values | dict(zip(ARGUMENTS, arguments, strict=True))
+        return trace_attention(kind, passed, named)
     (
         softmax_scale, window_size, score, mask, rng_state, longest_q, longest_k, metadata, length,
         schedule, plan,
     ) = arguments  # fmt: skip
-    with_gradient, slopes, sinks = WITH_GRADIENT[kind], tensors[SLOPES], tensors[SINKS]
-    has_gradient, functions, read, bounds = False, None, None, None
-    if with_gradient:
+    has_gradient, functions, read, bounds = False, NO_FUNCTIONS, (), None
+    if WITH_GRADIENT[kind]:
         try:
             has_gradient = wants_gradient(q, k, v, sinks)
         except AttributeError:
-            describe_tensors(kind, tensors)  # says what is no tensor
+            describe_tensors(values, Options(kind=kind))  # says what is no tensor
             raise
-    everything = tensors
     if not (score is mask is None):
-        describe("q", q, ALIGNMENT, bool(with_gradient))
+        describe("q", q, ALIGNMENT, bool(WITH_GRADIENT[kind]))
         functions, read = functions_of(q, score, mask)
-        everything = *tensors, *read
+        values |= zip(functions.names, read, strict=True)
     if kind in MUST_SAY_LONGEST:
         longest_q = integer("max_seqlen_q", longest_q, 0)
         longest_k = integer("max_seqlen_k", longest_k, 0)
@@ -564,15 +560,15 @@ def run_call(
     options, returns_lse, deterministic, dropout_p, latest = options_of(
         kind, window_size, passed, rest
     )
-    call, begins = latest.find(everything)
-    if call is None or (kind == PACKED and not have_one_batch(tensors)):
-        call, begins = describe_call(everything, options, latest)
+    call, begins = latest.find(values)
+    if call is None or (kind == PACKED and not have_one_batch(values)):
+        call, begins = describe_call(values, options, latest)
     batch = 0
-    if tensors[ENDS_Q] is not None:
-        batch = tensors[ENDS_Q].shape[0] - 1
+    if ends_q is not None:
+        batch = ends_q.shape[0] - 1
         if metadata is not None and metadata.batch != batch:
             metadata.check(batch=batch)
-        check_totals(q, k, v, tensors[OUT], batch, kind == PACKED, call.most_queries)
+        check_totals(q, k, v, out, batch, kind == PACKED, call.most_queries)
     if call.overlaps is not None:
         call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
     scale, dropout = call.scale, None
@@ -582,30 +578,29 @@ def run_call(
         dropout = dropout_of(dropout_p, rng_state, q)
     if length is None:
         length = call.capacity
-    if length is not None or call.has_host_integers or values.ASSERTIONS:
-        tensors = checked_integers(call.description, tensors, length, bounds, query_step(options))
-        if values.ASSERTIONS and not (call.description.has_cache or options.softcap or call.scales):
-            check_scores_of(tensors, scale)
+    if length is not None or call.has_host_integers or host_values.ASSERTIONS:
+        check_numbers(call.description, values, length, bounds, query_step(options))
+        if host_values.ASSERTIONS and not (
+            call.description.has_cache or options.softcap or call.scales
+        ):
+            check_scores_of(values, scale)
     if not (slopes is sinks is None):
-        read = modifier_tensors(slopes, read or (), sinks)
+        read = modifier_tensors(slopes, read, sinks)
+    values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read or None
     if not has_gradient:
-        out, lse = call.attend(tensors, read or None, scale, dropout, bounds, returns_lse)
+        out, lse = call.attend(values, bounds, returns_lse)
         return (out, lse) if returns_lse else out
-    check_differentiable(q, k, v, sinks, score, tensors[OUT], options.pack_gqa)
+    check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
     backward = BackwardCall(call.problem, bounds, scale, deterministic, call.num_sms)
-    attend = functools.partial(call.attend, tensors, read or None, scale, dropout, bounds, True)
-    lengths = lengths_of(tensors)
-    differentiable = DifferentiableCall(attend, backward, lengths, dropout, returns_lse)
-    return attend_differentiably(differentiable, q, k, v, *(read or ()))
+    return attend_differentiably((call, values, backward, returns_lse), q, k, v, *read)
 
 
-def check_scores_of(tensors: Tensors, scale: float) -> None:
+def check_scores_of(values: dict[str, Any], scale: float) -> None:
     """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1."""
-    q, k = tensors[Q], tensors[K]
-    ends_q, ends_k, used_q, used_k = lengths_of(tensors)
+    q, k, (ends_q, ends_k, used_q, used_k) = values["q"], values["k"], lengths_of(values)
     used = None, None
     if ends_q is not None:
         if len(ends_q) == 1:
             return
         used = used_queries(len(q), ends_q, used_q), used_queries(len(k), ends_k, used_k)
-    values.check_scores(q, k, scale, used)
+    host_values.check_scores(q, k, scale, used)

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
+from fa3.calls.call import lengths_of
 from fa3.calls.devices import gpu_of
 from fa3.calls.eager import in_memory
 from fa3.calls.launcher import Prepared
@@ -330,23 +331,13 @@ class WithoutDerivative(torch.autograd.Function):
         raise no_second_derivative(ctx.name)
 
 
-class DifferentiableCall(NamedTuple):
-    """A call, without the tensors that may have a gradient."""
-
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # gives out and the log-sum-exp
-    backward: BackwardCall
-    lengths: Sequence[torch.Tensor | None]  # the `PackedLengths`
-    dropout: Dropout | None
-    returns_lse: bool  # whether the log-sum-exp is wanted: each result costs torch 1 us
-
-
 class DifferentiableAttention(torch.autograd.Function):
     """Attention, differentiable once by q, k, v and the sinks."""
 
     @staticmethod
     def forward(
         ctx,
-        call: DifferentiableCall,
+        call: tuple[Any, dict[str, Any], BackwardCall, bool],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -355,11 +346,14 @@ class DifferentiableAttention(torch.autograd.Function):
         """Attend; keep what the backward pass needs.
 
         Args:
-            call: all else in one tuple, since torch looks at each argument.
+            call: all else in one tuple, since torch looks at each argument: a `PreparedAttention`,
+                the call's values, its backward pass, and whether the log-sum-exp is wanted, as each
+                result costs torch 1 us.
             tensors: of the spec's scores, mask and sinks, in this order.
         """
-        attend, ctx.call, lengths, ctx.dropout, returns_lse = call
-        out, lse = attend()
+        prepared, values, ctx.call, returns_lse = call
+        lengths, ctx.dropout = lengths_of(values), values["dropout"]
+        out, lse = prepared.attend(values, ctx.call.longest, True)
         ctx.set_materialize_grads(False)
         state = None if ctx.dropout is None else ctx.dropout.rng_state
         ctx.save_for_backward(state, *lengths, q, k, v, out, lse, *tensors)

@@ -1,21 +1,24 @@
 """A call: its tensors by name, what they are like, and whether they fit together.
 
-All functions hand on their tensors in one order, `TENSORS`. An `AttentionCall` says what each of
-them is like, and what follows from that. Repeated calls share it, so it has no total of packed
-rows and, where keys are packed too, no number of sequences: these differ from step to step. They
-are looked at in each call (`check_totals`, `have_one_batch`), and so are the numbers in int32
-tensors (`values`).
+A call's values are in one dictionary, the tensors by the names of `TENSORS`. An `AttentionCall`
+says what each tensor is like, and what follows from that. Repeated calls share it, so it has no
+total of packed rows and, where keys are packed too, no number of sequences: these differ from step
+to step. They are looked at in each call (`check_totals`, `have_one_batch`), and so are the numbers
+in int32 tensors (`values`).
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from fa3.calls.modifiers import check_alibi_slopes, check_sinks, compiled_modifiers
+from fa3.calls.modifiers import (
+    check_alibi_slopes,
+    check_sinks,
+    standard_scores,
+)
 from fa3.calls.operands import (
     ALIGNMENT,
     DIMENSIONS,
@@ -48,58 +51,57 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import FP8, FP8_HEAD_DIM_UNIT, FP8_UNIT, AttentionSpec, Problem, Window
 from fa3.schedules.sequences import LONGEST, capacity_of
+from fa3.scores.masks import Band, Intersection
 
-TENSORS = (
-    "q", "k", "v", "k_new", "v_new", "rotary_cos", "rotary_sin", "seqused_k", "cache_batch_idx",
-    "cache_leftpad", "page_table", "cu_seqlens_k_new", "cu_seqlens_q", "rotary_seqlens",
-    "seqused_q", "cu_seqlens_k", "q_descale", "k_descale", "v_descale", "alibi_slopes", "sinks",
-    "out",
+QKV = "q", "k", "v"
+NEW_TOKENS = "k_new", "v_new", "rotary_cos", "rotary_sin"
+INTEGERS = (
+    "seqused_k", "batch_idx", "leftpad", "page_table", "cu_seqlens_k_new",
+    "cu_seqlens_q", "rotary_seqlens", "seqused_q",
 )  # fmt: skip
-"""All tensors of a call, except the tensors of the user's functions. Calls hand them on in plain
-tuples, which take the host less time. k and v are the cache of a call on one, and k_new and v_new
-the tokens that it gets. From seqused_k to cu_seqlens_k they are int32."""
-
-OF_INTEGERS = slice(7, 15)
-INTEGERS = TENSORS[OF_INTEGERS]
-"""The int32 tensors that a call on a cache may have: where they are, and their names."""
-
-Q, K, V, ENDS_Q, USED_Q, ENDS_K, SLOPES, SINKS, OUT = map(
-    TENSORS.index,
-    ("q", "k", "v", "cu_seqlens_q", "seqused_q", "cu_seqlens_k", "alibi_slopes", "sinks", "out"),
-)
-"""Where tensors are in `TENSORS`."""
+"""The int32 tensors that a call on a cache may have."""
 
 DESCALE_NAMES = "q_descale", "k_descale", "v_descale"
 """What elements of FP8 tensors are multiplied by."""
 
-NAMES_ON_CACHE = {
-    "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
-}  # fmt: skip
-NAMES_BY_KIND = dict.fromkeys((DENSE, PACKED, PAGED), TENSORS)
-NAMES_BY_KIND[CACHED] = tuple(NAMES_ON_CACHE.get(name, name) for name in TENSORS)
-"""What functions call the tensors."""
+LAST = *DESCALE_NAMES, "alibi_slopes", "sinks", "out"
+TENSORS = (*QKV, *NEW_TOKENS, *INTEGERS, "cu_seqlens_k", *LAST)
+"""All tensors of a call, except the tensors of the user's functions. k and v are the cache of a
+call on one, and k_new and v_new the tokens that it gets."""
 
-ALIGNMENTS = tuple(
-    1 if name in (*INTEGERS, "cu_seqlens_k", *DESCALE_NAMES, "alibi_slopes", "sinks") else ALIGNMENT
-    for name in TENSORS
-)
-"""Bytes to which each of the tensors must be aligned."""
-
-
-REQUIRED = dict.fromkeys((DENSE, PAGED, CACHED), (Q, K, V))
-REQUIRED[PACKED] = (Q, K, V, ENDS_Q, ENDS_K)
-"""The tensors that each kind of calls must have."""
-
-WITH_GRADIENT = {DENSE: (Q, K, V, SINKS), PACKED: (Q, K, V, SINKS), PAGED: (), CACHED: ()}
-"""The tensors that may require grad."""
-
-OF_EACH_SEQUENCE = tuple(map(TENSORS.index, ("seqused_q", "seqused_k", *DESCALE_NAMES)))
-"""Where tensors are that have a row for each sequence, if keys are packed."""
-of_each_sequence = itemgetter(*OF_EACH_SEQUENCE)  # picks them
+NO_VALUES: dict[str, Any] = dict.fromkeys(TENSORS)
+"""What a call copies, and stores its tensors in: a new dictionary takes twice as long."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-lengths_of = itemgetter(*map(TENSORS.index, LENGTHS_OF_PACKED))
-"""Picks the tensors with the lengths of packed q and k, in the order of their names."""
+lengths_of = itemgetter(*LENGTHS_OF_PACKED)  # picks them from a call's values
+
+TENSORS_OF_KINDS = {
+    DENSE: (*QKV, *LAST),
+    PACKED: (*QKV, *LENGTHS_OF_PACKED, *LAST),
+    PAGED: (*QKV, "cu_seqlens_q", "seqused_q", "seqused_k", "page_table", *LAST),
+    CACHED: (*QKV, *NEW_TOKENS, *INTEGERS[:-1], *LAST),
+}
+"""The tensors that each kind of calls may have."""
+
+REQUIRED = dict.fromkeys((DENSE, PAGED, CACHED), QKV)
+REQUIRED[PACKED] = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
+"""The tensors that each kind of calls must have."""
+
+WITH_GRADIENT = {DENSE: (*QKV, "sinks"), PACKED: (*QKV, "sinks"), PAGED: (), CACHED: ()}
+"""The tensors that may require grad."""
+
+NAMES_ON_CACHE = {
+    "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
+    "batch_idx": "cache_batch_idx", "leftpad": "cache_leftpad",
+}  # fmt: skip
+"""What `flash_attn_with_kvcache` calls tensors that other functions call otherwise."""
+
+READ_BY_NUMBER = *INTEGERS, "cu_seqlens_k", *DESCALE_NAMES, "alibi_slopes", "sinks"
+"""The tensors that may begin at any address."""
+
+OF_EACH_SEQUENCE = "seqused_q", "seqused_k", *DESCALE_NAMES
+"""The tensors that have a row for each sequence, if keys are packed."""
+of_each_sequence = itemgetter(*OF_EACH_SEQUENCE)  # picks them
 
 ANY_NUMBER = 2
 """In a description, rows of a tensor that may have another number of them in each call."""
@@ -118,58 +120,32 @@ MOST_RAGGED_ROWS = 1 << 29
 
 Made = TypeVar("Made")
 
-Tensors = tuple[torch.Tensor | None, ...]
-"""The `TENSORS` of a call."""
 
-Described = tuple[Operand | None, ...]
-"""What each of the `TENSORS` is like; None where none is given."""
-
-
-def placed_tensors(**named: object) -> tuple:
-    """The `TENSORS` of a call that has only these."""
-    return AttentionCall(**named)[: len(TENSORS)]
+def public_name(kind: str, tensor: str) -> str:
+    """What a function calls one of the `TENSORS`."""
+    return NAMES_ON_CACHE.get(tensor, tensor) if kind == CACHED else tensor
 
 
-def describe_tensors(
-    kind: str, tensors: tuple[torch.Tensor | None, ...], function_names: tuple[str, ...] = ()
-) -> Described:
-    """Describe each of the `TENSORS` that is given, and the tensors of the user's functions."""
-    names = *NAMES_BY_KIND[kind], *function_names
-    alignments = *ALIGNMENTS, *[1] * len(function_names)
-    required, with_gradient = REQUIRED[kind], WITH_GRADIENT[kind]
-    return tuple([
-        None if tensor is None and i not in required
-        else describe(name, tensor, alignment, i in with_gradient)
-        for i, (name, tensor, alignment) in enumerate(zip(names, tensors, alignments, strict=True))
-    ])  # fmt: skip
+def describe_tensors(values: Mapping[str, Any], options: Options) -> "AttentionCall":
+    """Describe the tensors among a call's values. Raises unless each can be one of a call."""
+    kind, operands = options.kind, {}
+    for name in TENSORS_OF_KINDS[kind]:
+        tensor = values.get(name)
+        if tensor is not None or name in REQUIRED[kind]:
+            alignment = 1 if name in READ_BY_NUMBER else ALIGNMENT
+            has_backward = name in WITH_GRADIENT[kind]
+            operands[name] = describe(public_name(kind, name), tensor, alignment, has_backward)
+    functions = tuple([describe(name, values[name], 1) for name in options.functions.names])
+    return AttentionCall(
+        **operands, functions=functions, kind=kind, max_seqlen_q=options.max_seqlen_q
+    )
 
 
-def places_by_rows(kind: str, tensors: Sequence) -> tuple[tuple[int, ...], ...]:
-    """Where tensors are that may have another number of rows in each call, by this number.
-
-    Args:
-        tensors: the `TENSORS`, or their descriptions.
-
-    Returns:
-        where those are with the rows of packed q, and with the rows of packed k; where those are
-        with a row for each packed sequence, and with one more.
-    """
-    rows_of_q = (Q, OUT) if tensors[ENDS_Q] is not None else ()
-    if kind != PACKED:
-        return rows_of_q, (), (), ()
-    slopes = tensors[SLOPES]
-    has_slopes = slopes is not None and len(slopes.shape) == 2
-    return rows_of_q, (K, V), (*OF_EACH_SEQUENCE, *[SLOPES] * has_slopes), (ENDS_Q, ENDS_K)
-
-
-def have_one_batch(tensors: Sequence) -> bool:
-    """Whether all tensors of packed sequences have rows for the same number of them.
-
-    Args:
-        tensors: the `TENSORS`, or their descriptions.
-    """
-    shape, slopes = tensors[ENDS_Q].shape, tensors[SLOPES]
-    if len(shape) != 1 or not shape[0] or tensors[ENDS_K].shape != shape:
+def have_one_batch(tensors: Mapping[str, Any]) -> bool:
+    """Whether all tensors of packed sequences, or their descriptions, have rows for the same number
+    of them."""
+    shape, slopes = tensors["cu_seqlens_q"].shape, tensors["alibi_slopes"]
+    if len(shape) != 1 or not shape[0] or tensors["cu_seqlens_k"].shape != shape:
         return False
     batch = shape[0] - 1
     for one in of_each_sequence(tensors):
@@ -178,51 +154,22 @@ def have_one_batch(tensors: Sequence) -> bool:
     return slopes is None or len(slopes.shape) != 2 or slopes.shape[0] == batch
 
 
-def without_lengths(described: Described, kind: str) -> Described:
-    """What calls have in common that differ in totals and packed sequences only.
-
-    Where tensors have rows for different numbers of sequences, these numbers stay.
-    """
-    result = list(described)
-    *totals, each, ends = places_by_rows(kind, described)
-    for place in sum(totals, ()):
-        operand = result[place]
-        if operand is not None and len(operand.shape) == len(PACKED_DIMENSIONS):
-            result[place] = operand._replace(shape=(ANY_NUMBER, *operand.shape[1:]))
-    if kind != PACKED or not have_one_batch(described):
-        return tuple(result)
-    for place in each + ends:
-        operand = result[place]
-        if operand is not None:
-            # The stride of a single number may be anything.
-            stride = (1,) if tuple(operand.shape) in ((0,), (1,)) else operand.stride
-            shape = ANY_NUMBER + (place in ends), *operand.shape[1:]
-            result[place] = operand._replace(shape=shape, stride=stride)
-    return tuple(result)
-
-
 class AttentionCall(
     namedtuple(
         "AttentionCall",
-        (*TENSORS, "kind", "max_seqlen_q"),
-        defaults=(*[None] * len(TENSORS), CACHED, None),
+        (*TENSORS, "functions", "kind", "max_seqlen_q"),
+        defaults=(*[None] * len(TENSORS), (), CACHED, None),
     )
 ):
     """What each of the `TENSORS` is like, an `Operand`, and what follows from that.
 
     Fields:
+        functions: what the tensors of the user's score and mask are like.
         kind: which function has them.
         max_seqlen_q: the most queries of a sequence, if they are packed on a cache.
     """
 
     __slots__ = ()
-
-    @classmethod
-    def of(
-        cls, described: Described, kind: str, max_seqlen_q: int | None = None
-    ) -> "AttentionCall":
-        """The call whose `TENSORS` are described, the first of these."""
-        return cls(*described[: len(TENSORS)], kind, max_seqlen_q)
 
     @property
     def is_packed(self) -> bool:
@@ -278,8 +225,8 @@ class AttentionCall(
         """How keys are laid out in the cache."""
         return CacheLayout(
             0 if self.page_table is None else self.page_size,
-            self.cache_batch_idx is not None,
-            self.cache_leftpad is not None,
+            self.batch_idx is not None,
+            self.leftpad is not None,
             is_fp8=self.has_fp8_cache,
         )
 
@@ -324,7 +271,7 @@ class AttentionCall(
 
     def name(self, tensor: str) -> str:
         """What the function calls one of the `TENSORS`."""
-        return NAMES_BY_KIND[self.kind][TENSORS.index(tensor)]
+        return public_name(self.kind, tensor)
 
     def spec(self, options: Options, window: Window, is_causal: bool) -> AttentionSpec:
         """What is compiled.
@@ -333,36 +280,81 @@ class AttentionCall(
             window: the bounds that may hide a key.
             is_causal: no key after a query's own position is visible.
         """
-        modifiers = compiled_modifiers(options, self.alibi_slopes, self.sinks, is_causal)
-        sizes = self.head_dim, self.head_dim_v
-        spec = modifiers.spec(self.q_in_16_bits.dtype, *sizes, window)
-        if not self.is_fp8:
-            return spec
-        if options.has_dropout:
+        if self.is_fp8 and options.has_dropout:
             raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
-        return replace(spec, dtype=FP8, fp8_out="float16" if self.has_fp16_out else spec.dtype)
+        (scores, mask, _), band = options.functions, Band.of(window)
+        out_dtype = "float16" if self.has_fp16_out else DTYPES[self.q_in_16_bits.dtype]
+        return AttentionSpec(
+            FP8 if self.is_fp8 else out_dtype,
+            self.head_dim,
+            self.head_dim_v,
+            Intersection(band, mask) if mask else band,
+            (*standard_scores(options.softcap, self.alibi_slopes, is_causal), *scores),
+            None if self.sinks is None else str(self.sinks.dtype).removeprefix("torch."),
+            options.has_dropout,
+            out_dtype if self.is_fp8 else None,
+        )
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
         """What is compiled for packed sequences, and the bounds that any lengths may have."""
         window = options.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
         return self.spec(options, window, window.right == 0), window
 
-    def overlaps(
-        self, described: Described, function_names: tuple[str, ...], appends: bool
-    ) -> CheckOfAddresses | None:
+    @property
+    def names_by_rows(self) -> tuple[tuple[str, ...], ...]:
+        """Tensors that may have another number of rows in each call, by this number.
+
+        Returns:
+            those with the rows of packed q, and with the rows of packed k; those with a row for
+            each packed sequence, and with one more.
+        """
+        rows_of_q = ("q", "out") if self.is_packed else ()
+        if self.kind != PACKED:
+            return rows_of_q, (), (), ()
+        has_slopes = self.alibi_slopes is not None and len(self.alibi_slopes.shape) == 2
+        each = *OF_EACH_SEQUENCE, *["alibi_slopes"] * has_slopes
+        return rows_of_q, ("k", "v"), each, ("cu_seqlens_q", "cu_seqlens_k")
+
+    def alignments(self, options: Options) -> dict[str, int]:
+        """Bytes to which each tensor that such a call may have must be aligned, by name."""
+        names = TENSORS_OF_KINDS[self.kind]
+        known = {name: 1 if name in READ_BY_NUMBER else ALIGNMENT for name in names}
+        return known | dict.fromkeys(options.functions.names, 1)
+
+    def without_lengths(self) -> "AttentionCall":
+        """What calls have in common that differ in totals and packed sequences only.
+
+        Where tensors have rows for different numbers of sequences, these numbers stay.
+        """
+        changed, (*totals, each, ends) = {}, self.names_by_rows
+        for name in sum(totals, ()):
+            operand = getattr(self, name)
+            if operand is not None and len(operand.shape) == len(PACKED_DIMENSIONS):
+                changed[name] = operand._replace(shape=(ANY_NUMBER, *operand.shape[1:]))
+        if self.kind == PACKED and have_one_batch(self._asdict()):
+            for name in each + ends:
+                operand = getattr(self, name)
+                if operand is not None:
+                    # The stride of a single number may be anything.
+                    stride = (1,) if tuple(operand.shape) in ((0,), (1,)) else operand.stride
+                    shape = ANY_NUMBER + (name in ends), *operand.shape[1:]
+                    changed[name] = operand._replace(shape=shape, stride=stride)
+        return self._replace(**changed)
+
+    def overlaps(self, options: Options, appends: bool) -> CheckOfAddresses | None:
         """Return the check that what the call writes shares no memory; None if it writes nothing.
 
         Args:
-            described: the `TENSORS` and the tensors of the user's functions.
             appends: whether the caches are written.
         """
-        names = *NAMES_BY_KIND[self.kind], *function_names
-        written = "out", *[self.name("k"), self.name("v")] * appends
         if self.out is None and not appends:
             return None
-        places = places_by_rows(self.kind, described)
-        growing = tuple(tuple(names[place] for place in some) for some in places)
-        return check_of_addresses(names, described, written, growing)
+        tensors, functions = TENSORS_OF_KINDS[self.kind], options.functions.names
+        operands = *[getattr(self, name) for name in tensors], *self.functions
+        written = "out", *[self.name("k"), self.name("v")] * appends
+        names = *map(self.name, tensors), *functions
+        growing = tuple(tuple(map(self.name, some)) for some in self.names_by_rows)
+        return check_of_addresses(names, operands, written, growing)
 
     def problem(self, options: Options) -> Problem:
         """The problem of a dense call."""
@@ -377,13 +369,13 @@ class AttentionCall(
 
 
 def of_any_lengths(
-    prepare: Callable[[Described, Options], Made], described: Described, options: Options
+    prepare: Callable[[AttentionCall, Options], Made], call: AttentionCall, options: Options
 ) -> Made:
-    """What `prepare` makes of a description `without_lengths`; its complaints have them."""
+    """What `prepare` makes of a call `without_lengths`; its complaints have them."""
     try:
-        return prepare(without_lengths(described, options.kind), options)
+        return prepare(call.without_lengths(), options)
     except (TypeError, ValueError):
-        check_tensors(AttentionCall.of(described, options.kind, options.max_seqlen_q))
+        check_tensors(call)
         raise
 
 
@@ -566,7 +558,7 @@ def check_cache(call: AttentionCall) -> None:
     """Raise unless a cache can be attended to and appended to like this."""
     if call.max_seqlen_q is not None and not call.is_packed:
         raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {call.max_seqlen_q}")
-    if call.cache_batch_idx is None and call.num_sequences != call.batch:
+    if call.batch_idx is None and call.num_sequences != call.batch:
         name = call.name("k") if call.page_table is None else "page_table"
         raise ValueError(
             f"{name} must have {call.batch} rows like q, or cache_batch_idx must say which are "

@@ -8,9 +8,9 @@ that differ in more are described (`fa3.calls.operands`), looked up and are the 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter, mod
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import is_inference_mode_enabled
@@ -30,28 +30,6 @@ MOST_MISSES = 8  # calls in a row that differ from what is remembered, until it 
 UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be described
 
 
-class Guards(NamedTuple, Generic[Outcome]):
-    """What tensors were like, and what a call on them led to. It keeps none of them."""
-
-    # given, missing: pick the tensors that there were, and the places where there was none.
-    given: Callable[[Sequence], Any]
-    missing: Callable[[Sequence], Any]
-    nothing: object  # what `missing` picked
-    # Whether tensors may begin at these addresses. It remembers some where no tensor has another
-    # length in every call.
-    are_aligned: Callable[..., bool]
-    # Whether torch was in its inference mode. The dispatcher sees which tensors may be written only
-    # together with this.
-    in_inference: bool
-    twice: tuple[tuple[int, int], ...]  # pairs of places that had the same tensor
-    # Picks each tensor at its first place; guards want different objects.
-    once: Callable[[Sequence], Any]
-    # Whether these have their types, shapes, strides, dtypes and devices, and are the same to
-    # torch's dispatcher.
-    are_alike: Callable[..., bool]
-    outcome: Outcome
-
-
 class FastPath(Generic[Outcome]):
     """The latest call with the same options. Threads may share it: what is found fits.
 
@@ -68,50 +46,29 @@ class FastPath(Generic[Outcome]):
     def __init__(self) -> None:
         self.misses = 0
         self.described: Outcome | None = None
-        self.remembered: Guards[Outcome] | None = None
+        self.remembered: tuple[Callable[[Mapping], list[int] | None], Outcome] | None = None
 
-    def find(self, tensors: Sequence) -> tuple[Outcome | None, Sequence[int]]:
+    def find(self, values: Mapping[str, Any]) -> tuple[Outcome | None, Sequence[int]]:
         """What the latest call led to if its tensors were like these, and where these begin.
 
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
-
-        Args:
-            tensors: of the call, in the same places as the latest one's; None for none.
         """
         if self.remembered is None:
             return UNKNOWN
-        (
-            given, missing, nothing, are_aligned, in_inference, twice, once, are_alike, outcome,
-        ) = self.remembered  # fmt: skip
-        try:
-            if missing(tensors) != nothing:
-                return UNKNOWN
-            # Nested tensors have an address, but guards would ask for their strides and abort.
-            present = given(tensors)
-            begins = [0 if one.is_nested else one.data_ptr() for one in present]
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        compare, outcome = self.remembered
+        begins = compare(values)
+        if begins is None:
             return UNKNOWN
-        if (
-            not are_aligned(*begins)
-            or forward_ad._current_level >= 0
-            or is_inference_mode_enabled() != in_inference
-            or not are_alike(*(once(tensors) if twice else present))
-        ):
-            return UNKNOWN
-        for first, second in twice:
-            if tensors[first] is not tensors[second]:
-                return UNKNOWN
         self.misses = 0
         return outcome, begins
 
     def remember(
         self,
-        tensors: Sequence[torch.Tensor | None],  # of the call
-        alignments: Sequence[int],  # that `fa3.calls.operands.describe` asked for in each place
-        # Places of tensors whose first dimension may have another length.
-        of_any_length: Sequence[int],
+        values: Mapping[str, Any],  # of the call
+        alignments: Mapping[str, int],  # that `describe` asked for, of all tensors that it can have
+        of_any_length: Collection[str],  # tensors whose first dimension may have another length
         outcome: Outcome,
-        with_gradient: Sequence[int] = (),  # places of tensors that may require grad
+        with_gradient: Collection[str] = (),  # tensors that may require grad
     ) -> None:
         """Keep what a call led to, which has been described and found valid."""
         self.misses += 1
@@ -120,40 +77,70 @@ class FastPath(Generic[Outcome]):
         if self.described is not outcome:
             self.described = outcome
             return
-        places = [i for i, one in enumerate(tensors) if one is not None]
+        tensors = {name: values[name] for name in alignments if values[name] is not None}
         if any(
-            type(tensors[i]) not in PLAIN_TYPES
-            or (tensors[i].requires_grad and i not in with_gradient)
-            or (i in of_any_length and not says_its_stride(tensors[i]))
-            for i in places
+            type(one) not in PLAIN_TYPES
+            or (one.requires_grad and name not in with_gradient)
+            or (name in of_any_length and not says_its_stride(one))
+            for name, one in tensors.items()
         ):
             return
-        first_of = {id(tensors[i]): i for i in reversed(places)}
-        distinct = sorted(first_of.values())
-        fixed = {id(tensors[i]) for i in places if i not in of_any_length}
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *(tensors[i] for i in distinct),
-            dynamic_dims_sizes=[
-                list(one.shape) if id(one) in fixed else [None, *one.shape[1:]]
-                for one in (tensors[i] for i in distinct)
-            ],
-            dynamic_dims_strides=[list(tensors[i].stride()) for i in distinct],
-        )
-        are_aligned = check_of_alignments(tuple(alignments[i] for i in places))
-        if not of_any_length:
-            are_aligned = functools.lru_cache(maxsize=MOST_PLACES)(are_aligned)
-        missing = picker([i for i in range(len(tensors)) if i not in places])
-        self.remembered = Guards(
-            picker(places),
-            missing,
-            missing(tensors),
-            are_aligned,
-            is_inference_mode_enabled(),
-            tuple((first_of[id(tensors[i])], i) for i in places if i not in distinct),
-            picker(distinct),
-            guards.check,
-            outcome,
-        )
+        self.remembered = comparison(tensors, alignments, of_any_length), outcome
+
+
+def comparison(
+    tensors: Mapping[str, torch.Tensor], alignments: Mapping[str, int], of_any_length: Collection
+) -> Callable[[Mapping], list[int] | None]:
+    """Return what says where a call's tensors begin if they are like these; None if not.
+
+    It keeps none of them. Arguments are as in `FastPath.remember`.
+    """
+    missing = [name for name in alignments if name not in tensors]
+    first_of = {id(one): name for name, one in reversed(tensors.items())}
+    # Guards want different objects.
+    distinct = {name: one for name, one in tensors.items() if first_of[id(one)] == name}
+    twice = [(first_of[id(one)], name) for name, one in tensors.items() if name not in distinct]
+    fixed = {id(one) for name, one in tensors.items() if name not in of_any_length}
+    # Whether tensors have these types, shapes, strides, dtypes and devices, and are the same to
+    # torch's dispatcher.
+    are_alike = torch._C._dynamo.guards.TensorGuards(
+        *distinct.values(),
+        dynamic_dims_sizes=[
+            list(one.shape) if id(one) in fixed else [None, *one.shape[1:]]
+            for one in distinct.values()
+        ],
+        dynamic_dims_strides=[list(one.stride()) for one in distinct.values()],
+    ).check
+    are_aligned = check_of_alignments(tuple(map(alignments.__getitem__, tensors)))
+    if not of_any_length:
+        are_aligned = functools.lru_cache(maxsize=MOST_PLACES)(are_aligned)
+    pick, pick_distinct, pick_missing = map(picker, (list(tensors), list(distinct), missing))
+    nothing = (None,) * len(missing)
+    # The dispatcher sees which tensors may be written only together with this.
+    in_inference = is_inference_mode_enabled()
+
+    def compare(values: Mapping) -> list[int] | None:
+        try:
+            if pick_missing(values) != nothing:
+                return None
+            # Nested tensors have an address, but guards would ask for their strides and abort.
+            given = pick(values)
+            begins = [0 if one.is_nested else one.data_ptr() for one in given]
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None
+        if (
+            not are_aligned(*begins)
+            or forward_ad._current_level >= 0
+            or is_inference_mode_enabled() != in_inference
+            or not are_alike(*(pick_distinct(values) if twice else given))
+        ):
+            return None
+        for first, second in twice:
+            if values[first] is not values[second]:
+                return None
+        return begins
+
+    return compare
 
 
 def check_of_alignments(alignments: tuple[int, ...]) -> Callable[..., bool]:
@@ -171,10 +158,8 @@ def says_its_stride(tensor: torch.Tensor) -> bool:
     return len(tensor) > 1 or tensor.stride(0) == math.prod(tensor.shape[1:])
 
 
-def picker(places: list[int]) -> Callable[[Sequence], Any]:
-    """Picks what is in some places of a tuple, as a tuple."""
-    if not places:
-        return itemgetter(slice(0))
-    if places[-1] - places[0] == len(places) - 1:
-        return itemgetter(slice(places[0], places[-1] + 1))
-    return itemgetter(*places)
+def picker(names: list[str]) -> Callable[[Mapping], Any]:
+    """Picks the values of some names, as a tuple."""
+    if len(names) < 2:
+        return lambda values: tuple([values[name] for name in names])
+    return itemgetter(*names)

@@ -1,23 +1,20 @@
 """What a call says about its scores, except the scale, and its dropout: checked, and split.
 
-`ModifierSpec` is what of it shapes the code; the tensors go to the kernel. The seed of dropout is
+Templates of it shape the code; the tensors go to the kernel. The seed of dropout is
 drawn from torch's default generator of the tensors' device, on that device. So the host waits for
 nothing, and a captured graph draws another seed at each replay.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from fa3.calls.operands import DTYPES, Operand, check_device, check_dtype, describe
-from fa3.calls.options import Options, check_probability, integer, real
+from fa3.calls.operands import Operand, check_device, check_dtype, describe
+from fa3.calls.options import UserFunctions, check_probability, integer, real
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.fragments import Position
-from fa3.problem import AttentionSpec, Window
 from fa3.reference.dropout import Dropout
 from fa3.scores.diagnostics import check_class
-from fa3.scores.masks import Band, Intersection, Mask
+from fa3.scores.masks import Mask
 from fa3.scores.scores import Alibi, Score, Softcap
 from fa3.scores.templates import Template, tensors_of
 
@@ -25,54 +22,23 @@ ELEMENT_DTYPES = tuple(getattr(torch, name) for name in ELEMENT_TYPES)
 """Dtypes of tensors that a score or a mask of the user's may have."""
 
 
-class ModifierSpec(NamedTuple):
-    """What is compiled into a kernel of scores, mask, sinks and dropout."""
-
-    scores: tuple[Template, ...] = ()
-    mask: Template | None = None
-    sinks: str | None = None
-    has_dropout: bool = False
-
-    @property
-    def function_names(self) -> tuple[str, ...]:
-        """What a call knows the tensors of the user's score and mask as, in their order."""
-        of_scores = (f"score.{one.name}" for score in self.scores for one in score.tensors)
-        of_mask = (f"mask.{one.name}" for one in (self.mask.tensors if self.mask else ()))
-        return (*of_scores, *of_mask)
-
-    def spec(
-        self, dtype: torch.dtype, head_dim: int, head_dim_v: int, window: Window
-    ) -> AttentionSpec:
-        """What is compiled for a call with these scores, mask and sinks."""
-        band = Band.of(window)
-        return AttentionSpec(
-            DTYPES[dtype],
-            head_dim,
-            head_dim_v,
-            Intersection(band, self.mask) if self.mask else band,
-            self.scores,
-            self.sinks,
-            self.has_dropout,
-        )
-
-
 def functions_of(
     q: torch.Tensor | Operand, score: Score | None, mask: Mask | None
-) -> tuple[ModifierSpec, tuple[torch.Tensor, ...]]:
+) -> tuple[UserFunctions, tuple[torch.Tensor, ...]]:
     """What is compiled of the user's score and mask, checked, and their tensors."""
     if score is not None:
         check_function("score", score, Score, q)
     if mask is not None:
         check_function("mask", mask, Mask, q)
-    scores = () if score is None else (Template.of(score),)
-    functions = (one for one in (score, mask) if one is not None)
-    tensors = tuple(tensor for one in functions for _, tensor in tensors_of(one))
-    return ModifierSpec(scores, None if mask is None else Template.of(mask)), tensors
-
-
-def function_names(options: Options) -> tuple[str, ...]:
-    """What a call knows the tensors of the user's score and mask as."""
-    return () if options.functions is None else options.functions.function_names
+    given = {"score": score, "mask": mask}
+    tensors = {
+        f"{kind}.{name}": tensor
+        for kind, one in given.items() if one is not None
+        for name, tensor in tensors_of(one)
+    }  # fmt: skip
+    templates = [None if one is None else Template.of(one) for one in given.values()]
+    scores = () if score is None else (templates[0],)
+    return UserFunctions(scores, templates[1], tuple(tensors)), tuple(tensors.values())
 
 
 def modifier_tensors(
@@ -86,23 +52,19 @@ def modifier_tensors(
     return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
 
 
-def compiled_modifiers(
-    options: Options, slopes: Operand | None, sinks: Operand | None, is_causal: bool
-) -> ModifierSpec:
-    """What is compiled of scores, mask, sinks and dropout.
+def standard_scores(
+    softcap: float, slopes: Operand | torch.Tensor | None, is_causal: bool
+) -> tuple[Template, ...]:
+    """What is compiled of softcap and alibi_slopes.
 
     Args:
-        slopes, sinks: what alibi_slopes and sinks are like; None without.
         is_causal: no key after a query's own position is visible.
     """
-    scores: list[Score] = [Softcap(float(options.softcap))] if options.softcap else []
+    scores: list[Score] = [Softcap(float(softcap))] if softcap else []
     if slopes is not None:
         like_slopes = torch.empty((0,) * len(slopes.shape), dtype=torch.float32, device="meta")
         scores.append(Alibi(like_slopes, is_causal))
-    functions = options.functions or ModifierSpec()
-    dtype = None if sinks is None else str(sinks.dtype).removeprefix("torch.")
-    scores_of_call = *map(Template.of, scores), *functions.scores
-    return ModifierSpec(scores_of_call, functions.mask, dtype, options.has_dropout)
+    return tuple(map(Template.of, scores))
 
 
 def check_alibi_slopes(slopes: Operand, q: torch.Tensor | Operand, batch: int) -> None:

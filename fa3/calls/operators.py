@@ -13,8 +13,8 @@ signatures, results without their values (fakes), the derivative, and what a tra
 | `fa3::append` | `flash_attn_with_kvcache` that appends | the caches; out if not None |
 | `fa3::combine` | `flash_attn_combine` | out if not None |
 
-Arguments have the functions' names; the caches of `fa3::attention` are k and v. Scores and masks of
-the user's are a name and tensors (`flatten_function`). The log-sum-exp always comes: it
+Arguments have the names of `fa3.calls.call.TENSORS`, or the functions'. Scores and masks of the
+user's are a name and tensors (`flatten_function`). The log-sum-exp always comes: it
 costs next to nothing, and derivatives need it. An output of the caller's does not come again: in
 its place is a tensor without elements.
 """
@@ -41,13 +41,15 @@ from fa3.calls.backward import (
     wants_gradient,
 )
 from fa3.calls.call import (
+    NEW_TOKENS,
+    QKV,
+    TENSORS,
     AttentionCall,
-    Described,
     check_tensors,
     check_totals,
     describe_tensors,
     of_any_lengths,
-    placed_tensors,
+    public_name,
 )
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.eager import check_undifferentiated
@@ -104,8 +106,8 @@ SCORE_ARGUMENTS = (
 MASK = "str? mask=None, Tensor[] mask_tensors=[]"
 TRAINING = "bool deterministic=False, float dropout_p=0.0, Tensor? rng_state=None"
 CACHE = (
-    "Tensor? cache_seqlens=None, SymInt? cache_length=None, Tensor? cache_batch_idx=None, "
-    "Tensor? cache_leftpad=None, Tensor? page_table=None, bool batch_invariant=False, "
+    "SymInt? cache_length=None, Tensor? batch_idx=None, "
+    "Tensor? leftpad=None, Tensor? page_table=None, bool batch_invariant=False, "
     "int num_splits=0, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
 )
 ATTENTION_OPTIONS = (
@@ -113,7 +115,8 @@ ATTENTION_OPTIONS = (
     "Tensor[] score_tensors=[], str? schedule=None, bool? pack_gqa=None"
 )
 APPEND_OPTIONS = (
-    f"{SCORE_ARGUMENTS}, {CACHE}, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    f"{SCORE_ARGUMENTS}, Tensor? seqused_k=None, {CACHE}, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, "
     "Tensor? cu_seqlens_k_new=None, bool rotary_interleaved=True"
 )
 
@@ -174,9 +177,7 @@ def registers(function: Callable[Parameters, object]) -> Callable[Parameters, An
 def run_function(function: str = CACHED, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a public function with an operator's arguments."""
     attend, accepted = FUNCTIONS[function]
-    call = as_call(arguments)
-    if function == CACHED and "k_cache" not in call:
-        call["k_cache"], call["v_cache"] = call.pop("k"), call.pop("v")
+    call = as_call({public_name(function, name): value for name, value in arguments.items()})
     call["return_lse"] = True
     out, lse = attend(**{name: call[name] for name in accepted if name in call})
     return (out if call.get("out") is None else out.new_empty(0)), lse
@@ -289,16 +290,15 @@ def fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, function: str = CACHED, **rest
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results like a public function's."""
-    names = ("q", "k_cache", "v_cache") if function == CACHED else ("q", "k", "v")
-    k, v = rest.get("k_cache", k), rest.get("v_cache", v)
-    operands = [operand_of(x) for x in (q, k, v)]
+    operands = {name: operand_of(x) for name, x in (("q", q), ("k", k), ("v", v))}
     # What can be seen while a graph is traced, with no guard on a size.
-    for name, operand in zip(names, operands, strict=True):
+    for name, operand in operands.items():
+        name = public_name(function, name)
         check_rank(name, operand, PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
         # A cache may be FP8 with queries in 16 bits.
         if function != CACHED or operand.dtype != FP8_DTYPE:
-            check_same_kind(name, operand, operands[0])
-    check_dtype("q", operands[0], *DTYPES, FP8_DTYPE)
+            check_same_kind(name, operand, operands["q"])
+    check_dtype("q", operands["q"], *DTYPES, FP8_DTYPE)
     *batch, rows, heads, _ = q.shape
     shape = (*batch, rows, heads, v.shape[-1]) if rest.get("out") is None else (0,)
     out = q.new_empty(shape, dtype=dtype_of_output(q.dtype))
@@ -334,24 +334,26 @@ def fake_gradients(
     return q.new_empty(q.shape), dk, dv, like_sinks
 
 
-QKV = "Tensor q, Tensor k, Tensor v"
-ATTENTION = Operator("attention", f"str function, {QKV}, {ATTENTION_OPTIONS}", 2, fake_attention)
+QKV_ARGUMENTS = "Tensor q, Tensor k, Tensor v"
+ATTENTION = Operator(
+    "attention", f"str function, {QKV_ARGUMENTS}, {ATTENTION_OPTIONS}", 2, fake_attention
+)
 ATTENTION_OUT = Operator(
     "attention.out",
-    f"str function, {QKV}, Tensor(a!) out, {ATTENTION_OPTIONS}",
+    f"str function, {QKV_ARGUMENTS}, Tensor(a!) out, {ATTENTION_OPTIONS}",
     2,
     fake_attention,
 )
 BACKWARD = Operator(
     "backward",
-    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, "
+    f"Tensor? d_out, Tensor? d_lse, {QKV_ARGUMENTS}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, "
     f"{SCORE_ARGUMENTS}, {MASK}, {TRAINING}, bool fp32_dkv=False",
     4,
     fake_gradients,
 )
 APPEND = Operator(
     "append",
-    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? out, Tensor k, Tensor v, "
+    "Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor(c!)? out, Tensor k_new, Tensor v_new, "
     f"{APPEND_OPTIONS}",
     2,
     fake_attention,
@@ -459,16 +461,15 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     describe("q", q)
     functions, function_tensors = functions_of(q, None, call["mask"])
     dropout = dropout_of(call["dropout_p"], call["rng_state"], q)
-    names = "q", "k", "v", "alibi_slopes", "sinks", *PackedLengths._fields
-    tensors, lengths = placed_tensors(**{name: call[name] for name in names}), None
-    kind, longest = DENSE, None
+    kind, longest, lengths = DENSE, None, None
     if call["cu_seqlens_q"] is not None:
         lengths, kind = tuple(call[name] for name in PackedLengths._fields), PACKED
         longest = call["max_seqlen_q"], call["max_seqlen_k"]
     options = Options(
         window, softcap, has_dropout=dropout is not None, functions=functions, kind=kind
     )
-    problem = of_any_lengths(checked_problem, describe_tensors(kind, tensors), options)
+    described = describe_tensors(call | {"out": None}, Options(kind=kind))
+    problem = of_any_lengths(checked_problem, described, options)
     if longest is not None:
         check_totals(q, k, v, None, lengths[0].shape[0] - 1, True)
     d_out, d_lse = check_results(q, v, out, lse, call["d_out"], call["d_lse"])
@@ -487,14 +488,11 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def checked_problem(
-    described: Described, options: Options
+    call: AttentionCall, options: Options
 ) -> Problem | tuple[AttentionSpec, Window]:
     """Validate a call; return its problem, of packed sequences the spec and the window."""
-    call = AttentionCall.of(described, options.kind)
     check_tensors(call)
-    if options.kind == DENSE:
-        return call.problem(options)
-    return call.packed_spec(options)
+    return call.problem(options) if options.kind == DENSE else call.packed_spec(options)
 
 
 BACKWARD.implemented_by(run_backward)
@@ -517,52 +515,39 @@ def trace_attention(kind: str, values: tuple, arguments: dict[str, Any]) -> Resu
         values: its options, as `fa3.calls.options.options_of` takes them.
         arguments: all others, by name.
     """
-    options, out = named_options(kind, values), arguments.pop("out")
-    window = check_window(as_pair(arguments.pop("window_size")), options["causal"])
+    options, out = named_options(kind, values), arguments["out"]
+    window = check_window(as_pair(arguments["window_size"]), options["causal"])
     for name in ALWAYS_NONE[kind]:
-        if arguments.pop(name, None) is not None:
+        if arguments[name] is not None:
             raise NotImplementedError(f"{name} must be None while a graph is traced")
-    returns_lse = options["return_lse"] or options.get("return_softmax_lse", False)
-    returns_lse = returns_lse or options.get("return_attn_probs", False)
     arguments |= options
-    arguments["window_left"], arguments["window_right"] = window.left, window.right
+    arguments |= {"function": kind, "window_left": window.left, "window_right": window.right}
+    operator = ATTENTION if out is None else ATTENTION_OUT
     if kind == CACHED:
-        made, lse = trace_cached(out, window, arguments)
+        check_cached(arguments, window)
+        operator = operator if arguments["k_new"] is None else APPEND
     else:
-        differentiable_arguments(kind, out, arguments)
-        made, lse = call_attention(kind, out, arguments)
+        make_differentiable(arguments)
+    names = (name for name in operator.arguments if name in arguments)
+    made, lse = operator(**{name: arguments[name] for name in names})
     out = made if out is None else out
-    return (out, lse) if returns_lse else out
+    return (out, lse) if options["return_lse"] else out
 
 
-def call_attention(
-    kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `fa3::attention` gives; it takes the arguments that it has a name for."""
-    operator = ATTENTION
-    named = {name: arguments[name] for name in operator.arguments if name in arguments}
-    if out is None:
-        return operator(function=kind, **named)
-    return ATTENTION_OUT(function=kind, out=out, **named)
-
-
-def differentiable_arguments(
-    kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
-) -> None:
+def make_differentiable(arguments: dict[str, Any]) -> None:
     """Change arguments to what `fa3::attention` takes for a function that may have a gradient."""
-    schedule = arguments.get("schedule")
+    schedule, score, mask = arguments["schedule"], arguments["score"], arguments["mask"]
     if not (schedule is None or isinstance(schedule, str)):
         raise NotImplementedError(
             "schedule must be a name like 'list' while a graph is traced: a graph cannot hold "
             "objects"
         )
-    score, mask = arguments["score"], arguments["mask"]
     arguments["score"], arguments["score_tensors"] = flatten_function("score", score, Score)
     arguments["mask"], arguments["mask_tensors"] = flatten_function("mask", mask, Mask)
     q, k, v, sinks = arguments["q"], arguments["k"], arguments["v"], arguments["sinks"]
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, arguments.get("pack_gqa"))
-        arguments |= {"num_splits": 1} if kind == PACKED else {"pack_gqa": False}
+        check_differentiable(q, k, v, sinks, score, arguments["out"], arguments.get("pack_gqa"))
+        arguments |= {"num_splits": 1, "pack_gqa": False}
     refuse_gradients({"alibi_slopes": arguments["alibi_slopes"]})
     for kind in ("score", "mask"):
         for i, tensor in enumerate(arguments[f"{kind}_tensors"]):
@@ -573,41 +558,26 @@ def differentiable_arguments(
         arguments["rng_state"] = draw_rng_state(q.device)
 
 
-def trace_cached(
-    out: torch.Tensor | None, window: Window, arguments: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What operators give for `flash_attn_with_kvcache`: out, and the log-sum-exp."""
-    refuse_gradients(arguments)
-    q, k_cache, v_cache = arguments["q"], arguments.pop("k_cache"), arguments.pop("v_cache")
+def check_cached(arguments: dict[str, Any], window: Window) -> None:
+    """Check arguments of `flash_attn_with_kvcache`, and change them to what operators take."""
+    refuse_gradients({public_name(CACHED, name): arguments[name] for name in TENSORS})
     names = "softcap", "num_splits", "sm_margin", "batch_invariant"
     options = Options(window=window, **{name: arguments[name] for name in names})
-    metadata = arguments["scheduler_metadata"]
+    metadata, longest_q = arguments["scheduler_metadata"], arguments["max_seqlen_q"]
     if metadata is not None:
-        call = AttentionCall(q, k_cache, v_cache, page_table=arguments["page_table"])
-        metadata.check_call(call, options)
+        tensors = {name: arguments[name] for name in (*QKV, "page_table")}
+        metadata.check_call(AttentionCall(**tensors), options)
         options = metadata.applied_to(options)
         arguments["num_splits"], arguments["sm_margin"] = options.num_splits, options.sm_margin
-    if arguments["max_seqlen_q"] is not None:
+    if longest_q is not None:
+        raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {longest_q}")
+    has_k, has_v, *has_tables = (arguments[name] is not None for name in NEW_TOKENS)
+    if has_k != has_v:
+        raise ValueError("{} must be given with {}".format(*("vk" if has_k else "kv")))
+    if any(has_tables) and not has_k:
         raise ValueError(
-            f"max_seqlen_q must be None without cu_seqlens_q, got {arguments['max_seqlen_q']}"
+            "rotary_cos and rotary_sin must be None without k and v: nothing is appended"
         )
-    appended = {name: arguments.pop(name) for name in APPENDED}
-    if appended["k"] is None and appended["v"] is None:
-        if not (appended["rotary_cos"] is appended["rotary_sin"] is None):
-            raise ValueError(
-                "rotary_cos and rotary_sin must be None without k and v: nothing is appended"
-            )
-        return call_attention(CACHED, out, {**arguments, "k": k_cache, "v": v_cache})
-    for name, other in (("k", "v"), ("v", "k")):
-        if appended[name] is None:
-            raise ValueError(f"{name} must be given with {other}")
-    arguments |= appended | {"k_cache": k_cache, "v_cache": v_cache, "out": out}
-    operator = APPEND
-    return operator(**{name: arguments[name] for name in operator.arguments if name in arguments})
-
-
-APPENDED = ("k", "v", "rotary_cos", "rotary_sin", "cu_seqlens_k_new", "rotary_interleaved")
-"""Arguments of `flash_attn_with_kvcache` that only an append reads."""
 
 
 def trace_combine(

@@ -1,7 +1,7 @@
 """The options of calls: one table for all public functions, and what is made of them.
 
-A function hands over its options as they came, in the order of its row in `OPTIONS_OF_KINDS`. The
-first time they are checked; repeated calls find what was made of them, by value and type.
+Options are checked the first time that a function is called with them. Repeated calls find what was
+made of them, by value and type.
 """
 
 import functools
@@ -15,6 +15,7 @@ import numpy as np
 from fa3.calls.latest import FastPath
 from fa3.complaints import shown
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, REMEMBERED, Window
+from fa3.scores.templates import Template
 
 Value = TypeVar("Value")
 
@@ -48,27 +49,32 @@ OPTION_KINDS: dict[str, type] = {
 class Function(NamedTuple):
     """How the options of a kind of calls are checked."""
 
-    options: tuple[str, ...]  # their names, in the order in which the function hands them over
+    options: tuple[str, ...]  # their names, in the order in which the function hands them on
     splits_keys: bool  # whether num_splits may be above 1
     has_packing: bool | None  # what pack_gqa may be besides None; None if the caller chooses
 
 
-PACKING = "pack_gqa", "shares_heads"
-"""Of calls where pack_gqa is not the caller's choice; with it, whether query heads share a
-key/value head."""
-
-OF_ALL = "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse"
-OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
-OF_PAGES = (*OF_TRAINING, "return_softmax_lse", "qv", *PACKING)
-OF_CACHE = (
-    *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "qv", *PACKING,
+OF_ALL = (
+    "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse", "pack_gqa",
+    "qv",
 )  # fmt: skip
-OPTIONS_OF_KINDS = {
-    DENSE: Function((*OF_TRAINING, "pack_gqa", "qv"), False, None),
+OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
+OF_PAGES = (*OF_TRAINING, "return_softmax_lse")
+OF_CACHE = (*OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant")
+FUNCTIONS_OF_KINDS = {
+    DENSE: Function(OF_TRAINING, False, None),
     PACKED: Function(OF_PAGES, False, False),
     PAGED: Function(OF_PAGES, True, True),
     CACHED: Function(OF_CACHE, True, True),
 }
+
+
+class UserFunctions(NamedTuple):
+    """What is compiled of a score and a mask of the user's."""
+
+    scores: tuple[Template, ...] = ()
+    mask: Template | None = None
+    names: tuple[str, ...] = ()  # what a call knows their tensors as, in their order
 
 
 class Options(NamedTuple):
@@ -84,7 +90,7 @@ class Options(NamedTuple):
     rotary_interleaved: bool = True
     batch_invariant: bool = False
     has_gradient: bool = False  # whether one is wanted
-    functions: Any = None  # the `ModifierSpec` of the user's score and mask; None without
+    functions: UserFunctions = UserFunctions()
     max_seqlen_q: int | None = None  # of packed queries on a cache
     metadata: Any = None  # the `SchedulerMetadata` of a call on a cache or on packed sequences
     # schedule, plan: that a dense call asks for.
@@ -97,12 +103,6 @@ REST = "has_gradient", "functions", "max_seqlen_q", "metadata", "schedule", "pla
 """Fields of `Options` that are no options of a function, or only of one."""
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def latest_call(options: Options) -> FastPath:
-    """The latest call that is prepared by these options."""
-    return FastPath()
-
-
 class Checked(NamedTuple):
     """What a call makes of its options."""
 
@@ -110,13 +110,13 @@ class Checked(NamedTuple):
     returns_lse: bool
     deterministic: bool
     dropout_p: float
-    latest: FastPath  # of `latest_call`
+    latest: FastPath  # the latest call with these options
 
 
 def options_of(
     kind: str,
     window_size: Sequence[int],
-    values: tuple,  # in the order of `OPTIONS_OF_KINDS`
+    values: tuple,  # in the order of `FUNCTIONS_OF_KINDS`
     rest: tuple,  # in the order of `REST`
 ) -> Checked:
     """Check the options of a call, or find what was made of the same ones before."""
@@ -136,60 +136,68 @@ def remembered_options(kind, rest, left, right, *values) -> Checked:
 
 def checked_options(kind: str, rest: tuple, window_size: Sequence[int], values: tuple) -> Checked:
     """What a call makes of its options, each of them checked."""
-    given = named_options(kind, values)
-    dropout_p = given.get("dropout_p", 0.0)
+    named = named_options(kind, values)
+    dropout_p = named.get("dropout_p", 0.0)
     check_probability(dropout_p)
-    check_softcap(given["softcap"])
-    if rest[0] and given.get("pack_gqa", False) is None:
-        given["pack_gqa"] = False
-    named = {name: given[name] for name in Options._fields if name in given}
+    check_softcap(named["softcap"])
+    if rest[0] and named.get("pack_gqa", False) is None:
+        named["pack_gqa"] = False
+    fields = {name: named[name] for name in Options._fields if name in named}
     options = Options(
-        check_window(as_pair(window_size), given["causal"]), **named, has_dropout=dropout_p > 0,
+        check_window(as_pair(window_size), named["causal"]), **fields, has_dropout=dropout_p > 0,
         **dict(zip(REST, rest, strict=True)), kind=kind,
     )  # fmt: skip
-    returns = "return_lse", "return_attn_probs", "return_softmax_lse"
-    return Checked(
-        options, any(given.get(name) for name in returns), given.get("deterministic", False),
-        dropout_p, latest_call(options),
-    )  # fmt: skip
+    deterministic = named.get("deterministic", False)
+    return Checked(options, named["return_lse"], deterministic, dropout_p, FastPath())
 
 
 def named_options(kind: str, values: Sequence[object]) -> dict[str, Any]:
     """The options of a call in their types, by name; torch.compile reads along.
     Raises for arguments of FlashAttention's signature that would do nothing here."""
-    names, splits_keys, has_packing = OPTIONS_OF_KINDS[kind]
-    given: dict[str, Any] = dict(zip(names, values, strict=True))
-    if given["attention_chunk"] is None:
-        given["attention_chunk"] = 0
-    for name, value in given.items():
+    names, splits_keys, has_packing = FUNCTIONS_OF_KINDS[kind]
+    named: dict[str, Any] = dict(zip(names, values, strict=True))
+    if named["attention_chunk"] is None:
+        named["attention_chunk"] = 0
+    for name, value in named.items():
         wanted = OPTION_KINDS.get(name)
         # Of integers, whether they are 0 or more, too.
         if wanted is int or (wanted is not None and type(value) is not wanted):
-            given[name] = converted(name, value)
-    if given["attention_chunk"]:
+            named[name] = converted(name, value)
+    if named["attention_chunk"]:
         raise NotImplementedError(
-            f"attention_chunk must be 0 or None, for no chunks, got {given['attention_chunk']}: "
+            f"attention_chunk must be 0 or None, for no chunks, got {named['attention_chunk']}: "
             "chunks are not supported"
         )
-    shares_heads, qv = given.pop("shares_heads", True), given.pop("qv", None)
-    if given["pack_gqa"] is not None:
-        given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
-    if has_packing is not None:
-        pack_gqa = given.pop("pack_gqa")
-        if pack_gqa not in (None, has_packing) and shares_heads:
-            how = "always share reads" if has_packing else "share tiles where queries are few"
-            raise NotImplementedError(
-                f"pack_gqa must be None or {has_packing} here, got {pack_gqa}: the query heads of "
-                f"a key/value head {how}"
-            )
-    if given["num_splits"] > 1 and not splits_keys:
+    pack_gqa = named["pack_gqa"]
+    if pack_gqa is not None:
+        named["pack_gqa"] = flag("pack_gqa", pack_gqa)
+    if has_packing is not None and named.pop("pack_gqa") not in (None, has_packing):
+        how = "always share reads" if has_packing else "share tiles where queries are few"
         raise NotImplementedError(
-            f"num_splits must be 0 or 1 here, got {given['num_splits']}: the planner decides into "
+            f"pack_gqa must be None or {has_packing} here, got {pack_gqa}: the query heads of "
+            f"a key/value head {how}"
+        )
+    if named["num_splits"] > 1 and not splits_keys:
+        raise NotImplementedError(
+            f"num_splits must be 0 or 1 here, got {named['num_splits']}: the planner decides into "
             "how many parts keys are cut"
         )
+    qv = named.pop("qv")
     if qv is not None:
         raise NotImplementedError(f"qv must be None, got {shown(qv)}: it is not supported")
-    return given
+    for name in ("return_attn_probs", "return_softmax_lse"):
+        named["return_lse"] |= named.pop(name, False)
+    return named
+
+
+def open_if_unshared(pack_gqa: bool | None, q: Any, k: Any) -> bool | None:
+    """A call's pack_gqa; None, which leaves it open, where no heads share a key/value head.
+    Of q and k, tensors or shapes, nothing is checked so far."""
+    heads_q, heads_kv = (getattr(one, "shape", one)[-2:-1] for one in (q, k))
+    if pack_gqa is None or heads_q != heads_kv:
+        return pack_gqa
+    flag("pack_gqa", pack_gqa)
+    return None
 
 
 def converted(name: str, value: object) -> bool | int | float:
@@ -209,15 +217,24 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def integer(name: str, value: object, least: int | None = None, kind: str = "an integer") -> int:
-    """A number without fraction; `kind` says what else the option may be."""
-    if type(value) is int and (least is None or value >= least):
+def integer(
+    name: str,
+    value: object,
+    least: int | None = None,
+    kind: str = "an integer",  # also what else the option may be
+    most: int | None = None,
+) -> int:
+    """A number without fraction."""
+    if type(value) is int and most is None and (least is None or value >= least):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be {kind}, got {shown(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")
-    return int(value)
+    number = int(value)
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
 
 
 def real(name: str, value: object) -> float:
@@ -297,9 +314,3 @@ def check_hashable(name: str, value: object) -> None:
     except TypeError as error:
         message = f"{name} must be hashable, to be remembered, got {shown(value)}: {error}"
         raise TypeError(message) from None
-
-
-def share_heads(q: object, k: object) -> bool:
-    """Whether several query heads may share a key/value head; both are not checked so far."""
-    heads_q, heads_k = (getattr(one, "shape", ())[-2:-1] for one in (q, k))
-    return heads_q != heads_k

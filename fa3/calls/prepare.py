@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from fa3.calls.call import (
+    DESCALE_NAMES,
+    INTEGERS,
     MOST_RAGGED_ROWS,
-    OF_INTEGERS,
     AttentionCall,
-    Described,
-    Tensors,
     check_tensors,
-    placed_tensors,
 )
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.execution import PackedCall, PreparedPlan, packed_call, prepare_on_cache
-from fa3.calls.modifiers import function_names, functions_of
+from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import (
     ALIGNMENT,
     DTYPES,
@@ -46,7 +44,6 @@ from fa3.planning.routes import ZEROS, PackedSizes, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.append import HostAppend
-from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import idle_stream, is_capturing, made_apart
 from fa3.settings import check_settings
@@ -125,66 +122,58 @@ class PreparedAttention:
 
     @classmethod
     def of(
-        cls, call: AttentionCall, described: tuple, options: Options, kernels: Any, **rest: Any
+        cls, call: AttentionCall, options: Options, kernels: Any, **rest: Any
     ) -> "PreparedAttention":
         """What follows from a valid call for all kinds of calls."""
-        names, appends = function_names(options), rest.get("append") is not None
+        integers, scales = [getattr(call, name) for name in INTEGERS], None
+        if call.is_fp8 or call.has_fp8_cache:
+            scales = Scales.on(call.q.device, call.heads_kv, call.q.dtype == FP8_DTYPE)
         return cls(
             call,
             kernels,
             Outputs.of(call.out_shape, call.lse_shape, call.q, call.is_packed),
-            call.overlaps(described, names, appends),
+            call.overlaps(options, appends=rest.get("append") is not None),
             scale=call.head_dim**-0.5,
-            has_host_integers=any(
-                x is not None and x.device.type == "cpu" for x in call[OF_INTEGERS]
-            ),
+            scales=scales,
+            has_host_integers=any(x is not None and x.device.type == "cpu" for x in integers),
             capacity=call.capacity if call.has_cache and call.seqused_k is None else None,
             **rest,
         )
 
     def attend(
         self,
-        tensors: Tensors,  # the `TENSORS`, the int32 ones on q's device
-        modifiers: tuple[torch.Tensor, ...] | None,  # of the spec's scores, mask and sinks
-        scale: float,
-        dropout: Dropout | None,
+        values: dict[str, Any],  # of the call, by name; more are added
         longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
         returns_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Append, and write out, or a new tensor; return it with the log-sum-exp.
 
-        Kernels and the reference take the call's values by the names that they have here.
+        Args:
+            values: all `TENSORS`, the int32 ones on q's device; `modifiers`, the tensors of the
+                spec's scores, mask and sinks, `softmax_scale` and `dropout`.
         """
-        (
-            q, k, v, _, _, _, _, used_k, batch_idx, leftpad, pages, _, ends_q, _, used_q, ends_k,
-            scale_q, scale_k, scale_v, _, sinks, out,
-        ) = tensors  # fmt: skip
-        is_new, lse, descales, seqlen_new = out is None, None, None, 0
+        q, out, ends_q = values["q"], values["out"], values["cu_seqlens_q"]
+        is_new, lse, descales = out is None, None, None
         if out is None:
             out = self.outputs.allocate(q)
         if returns_lse:
             lse = self.outputs.allocate_lse(q)
         if self.scales is not None:
             batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
-            descales = self.scales.of(batch, scale_q, scale_k, scale_v)
+            descales = self.scales.of(batch, *map(values.get, DESCALE_NAMES))
+        values["o"], values["lse"], values["descales"] = out, lse, descales
+        values["seqlen_new"] = values["max_seqlen_k"] = 0
         if self.append is not None:
-            q, used_k, seqlen_new = self.append.run(tensors, out if is_new else None, descales)
+            self.append.run(values, out if is_new else None)
         if ends_q is not None and not q.shape[0]:
             return out, lse
         if self.kernels is None:
             if ends_q is None or ends_q.shape[0] > 1:
-                hide_all_keys(out, lse, sinks, ends_q, used_q)
+                hide_all_keys(out, lse, values["sinks"], ends_q, values["seqused_q"])
             return out, lse
-        values = {
-            "q": q, "k": k, "v": v, "o": out, "lse": lse, "cu_seqlens_q": ends_q,
-            "cu_seqlens_k": ends_k, "seqused_q": used_q, "seqused_k": used_k,
-            "batch_idx": batch_idx, "leftpad": leftpad, "page_table": pages,
-            "modifiers": modifiers, "sinks": sinks, "softmax_scale": scale, "dropout": dropout,
-            "descales": descales, "seqlen_new": seqlen_new, "max_seqlen_k": 0,
-        }  # fmt: skip
         sizes = None
         if ends_q is not None and isinstance(self.kernels, PackedCall):
-            sizes = self.sizes(q, k, ends_q.shape[0] - 1, longest)
+            sizes = self.sizes(q, values["k"], ends_q.shape[0] - 1, longest)
         self.kernels.attend(values, sizes)
         return out, lse
 
@@ -202,20 +191,19 @@ class PreparedAttention:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_call(described: Described, options: Options) -> PreparedAttention:
+def prepare_call(call: AttentionCall, options: Options) -> PreparedAttention:
     """Validate calls of this description, plan them and load their kernels.
 
     Args:
-        described: the tensors `without_lengths`.
+        call: `without_lengths`.
     """
     check_settings()
-    call = AttentionCall.of(described, options.kind, options.max_seqlen_q)
     check_tensors(call)
     if options.metadata is not None:
         options.metadata.check_call(call, options)
         options = options.metadata.applied_to(options)
     prepare = {DENSE: fields_of_dense, PACKED: fields_of_packed}.get(options.kind, fields_of_cached)
-    return PreparedAttention.of(call, described, options, **prepare(call, options))
+    return PreparedAttention.of(call, options, **prepare(call, options))
 
 
 # --------------------------------------------------------------------------------- dense calls
@@ -250,7 +238,6 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     kernels = PreparedPlan.of(plan, device)
     return {
         "kernels": kernels, "problem": problem, "num_sms": plan.gpu.num_sms,
-        "scales": Scales.on(device, call.heads_kv, True) if call.is_fp8 else None,
     }  # fmt: skip
 
 
@@ -266,18 +253,18 @@ def problem_posed_by(
     """The problem of a call; `Problem.of` says what the arguments are."""
     q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
     slopes, sinks, score, mask = modifiers
-    values = causal, softcap, 0, 0, 0, False, False, False, dropout_p, None, None
-    options = checked_options(DENSE, (False, *[None] * 5), window_size, values).options
+    values = causal, softcap, 0, 0, 0, False, None, None, False, False, dropout_p
+    functions, _ = functions_of(q, score, mask)
+    rest = False, functions, None, None, None, None
+    options = checked_options(DENSE, rest, window_size, values).options
     check_rank("q", q)
     slopes, sinks = (
         None if tensor is None else describe(name, tensor, 1, name == "sinks")
         for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))
     )
-    functions, _ = functions_of(q, score, mask)
-    described = placed_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks)
-    call = AttentionCall.of(described, DENSE)
+    call = AttentionCall(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks, kind=DENSE)
     check_tensors(call)
-    return call.problem(options._replace(functions=functions))
+    return call.problem(options)
 
 
 def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
@@ -333,10 +320,9 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    scales = Scales.on(device, call.heads_kv, True) if spec.is_fp8 else None
     return {
         "kernels": packed_call(signature, device.type == "cuda"), "problem": problem,
-        "num_sms": gpu.num_sms, "scales": scales,
+        "num_sms": gpu.num_sms,
     }  # fmt: skip
 
 
@@ -347,7 +333,7 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
     """Load the kernels of a call on a cache; the fields of its `PreparedAttention`."""
     gpu_for_call(call.q.device, options.sm_margin)
     has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
-    append, kernels, scales, most = None, None, None, MOST_RAGGED_ROWS
+    append, kernels, most = None, None, MOST_RAGGED_ROWS
     if has_room and call.k_new is not None and call.batch:
         kernel = append_kernel(call, options.rotary_interleaved)
         in_out = not call.is_packed and call.head_dim == call.head_dim_v
@@ -356,9 +342,7 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
         most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
         kernels = prepare_on_cache(call, options)
-    if call.has_fp8_cache:
-        scales = Scales.on(call.q.device, call.heads_kv, call.has_fp8_q)
-    return {"kernels": kernels, "most_queries": most, "scales": scales, "append": append}
+    return {"kernels": kernels, "most_queries": most, "append": append}
 
 
 def query_step(options: Options) -> int:
@@ -383,42 +367,42 @@ class PreparedAppend:
 
     def run(
         self,
-        tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
+        values: dict[str, Any],  # of the call
         out: torch.Tensor | None,  # None if it is the caller's
-        # Of keys and values in an FP8 cache; queries are in 16 bits.
-        descales: tuple[torch.Tensor, ...] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    ) -> None:
         """Append k and v to the caches.
 
-        Returns:
-            the queries, rotated if there are rotary tables; the lengths, with the new tokens if
-            sequences get different numbers of them, or have different numbers of queries; keys that
-            each sequence has beyond those.
+        Changes values: q, if there are rotary tables; the lengths, which get the new tokens, if
+        sequences get different numbers of them or have different numbers of queries. Otherwise
+        `seqlen_new` says how many keys each sequence has beyond those.
         """
-        (
-            q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
-            turns, _, _, _, _, _, _, _, _,
-        ) = tensors  # fmt: skip
-        total, seqlen_new = None, 0
+        q, k, cos, ends_q = (
+            values["q"],
+            values["k_new"],
+            values["rotary_cos"],
+            values["cu_seqlens_q"],
+        )
+        seqlens, ends_new, total = values["seqused_k"], values["cu_seqlens_k_new"], None
         if ends_new is ends_q is None:
-            seqlen_new = k.shape[1]
+            values["seqlen_new"] = k.shape[1]
         else:
-            total = seqlens.new_empty(seqlens.shape[0])
-        values = {
-            "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "seqlens": seqlens,
-            "new_seqlens": total, "cu_seqlens": ends_new, "batch_idx": batch_idx,
-            "page_table": pages, "q": None, "rotated": None, "cos": cos, "sin": sin,
-            "cu_seqlens_q": None, "rotary_seqlens": turns, "query_step": self.query_step,
-            "descales": descales,
-        }  # fmt: skip
+            values["seqused_k"] = total = seqlens.new_empty(seqlens.shape[0])
+        rotated = None
         if cos is not None:
             rotated = out
             if rotated is None or not self.rotates_in_out:
                 rotated = q.new_empty(*q.shape)
-            values |= {"q": q, "rotated": rotated, "cu_seqlens_q": ends_q}
-            q = rotated
-        self.kernel(*arguments_of_append(values))
-        return q, seqlens if total is None else total, seqlen_new
+            values["q"] = rotated
+        arguments = {
+            "k": k, "v": values["v_new"], "k_cache": values["k"], "v_cache": values["v"],
+            "seqlens": seqlens, "new_seqlens": total, "cu_seqlens": ends_new, "cos": cos,
+            "sin": values["rotary_sin"], "batch_idx": values["batch_idx"],
+            "page_table": values["page_table"], "rotary_seqlens": values["rotary_seqlens"],
+            "q": None if cos is None else q, "rotated": rotated,
+            "cu_seqlens_q": None if cos is None else ends_q, "query_step": self.query_step,
+            "descales": values["descales"],
+        }  # fmt: skip
+        self.kernel(*arguments_of_append(arguments))
 
 
 def check_vectors(call: AttentionCall) -> None:
@@ -446,7 +430,7 @@ def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
         call.head_dim,
         call.head_dim_v,
         paged=call.page_table is not None,
-        batch_indexed=call.cache_batch_idx is not None,
+        batch_indexed=call.batch_idx is not None,
         ragged=call.cu_seqlens_k_new is not None,
         rotary=rotary,
         packed=call.is_packed and rotary is not None,

@@ -8,12 +8,10 @@ import torch
 
 from fa3.calls.call import (
     AttentionCall,
-    Described,
     check_tensors,
     check_totals,
     describe_tensors,
     of_any_lengths,
-    placed_tensors,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
 from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
@@ -91,20 +89,20 @@ def quantize(
     refuse_gradients({"q": q, "k": k, "v": v})
     ends = cu_seqlens_q, cu_seqlens_k
     is_packed = not (cu_seqlens_q is cu_seqlens_k is None)
+    tensors = {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k
+    }  # fmt: skip
     if is_packed:
-        tensors = placed_tensors(
-            q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-        )
         options = Options(kind=PACKED)
         prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
-        kernel = of_any_lengths(prepare, describe_tensors(PACKED, tensors), options)
+        kernel = of_any_lengths(prepare, describe_tensors(tensors, options), options)
         batch, totals = cu_seqlens_q.shape[0] - 1, (q.shape[0], k.shape[0])
         check_totals(q, k, v, None, batch, True)
         if is_visible(cu_seqlens_q):
             check_lengths((*ends, None, None), totals, totals)
     else:
-        described = describe_tensors(DENSE, placed_tensors(q=q, k=k, v=v))
-        kernel = prepare_quantize(described, Options(kind=DENSE), smooth_k, hadamard)
+        options = Options(kind=DENSE)
+        kernel = prepare_quantize(describe_tensors(tensors, options), options, smooth_k, hadamard)
     means = means_of(k, cu_seqlens_k) if smooth_k else None
     descales = q.new_empty(3, batch if is_packed else q.shape[0], k.shape[-2], dtype=torch.float32)
     codes = (torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device) for x in (q, k, v))
@@ -140,14 +138,13 @@ def means_of(k: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_quantize(
-    described: Described, options: Options, smooth_k: bool, hadamard: bool
+    call: AttentionCall, options: Options, smooth_k: bool, hadamard: bool
 ) -> Callable | None:
     """Validate a call and load its kernel.
 
     It is None on the CPU, and without heads, which the DSL does not take.
     """
     check_settings()
-    call = AttentionCall.of(described, options.kind)
     check_dtype("q", call.q, *DTYPES)
     check_tensors(call)
     for name, operand in (("q", call.q), ("v", call.v)):

@@ -24,6 +24,7 @@ from fa3.calls.options import (
     flag,
     integer,
     named_options,
+    open_if_unshared,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
 from fa3.complaints import kind_of
@@ -195,12 +196,12 @@ def get_scheduler_metadata(
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
     check_settings()
-    shares_heads = num_heads_q != num_heads_kv
+    pack_gqa = open_if_unshared(pack_gqa, (num_heads_q, headdim), (num_heads_kv, headdim))
     options = named_options(
         CACHED,
         (
-            causal, 0.0, attention_chunk, num_splits, sm_margin, False, False, True, False, None,
-            pack_gqa, shares_heads,
+            causal, 0.0, attention_chunk, num_splits, sm_margin, False, pack_gqa, None, False, True,
+            False,
         ),
     )  # fmt: skip
     for name, tensor, other_name, other in (
@@ -210,14 +211,14 @@ def get_scheduler_metadata(
         if tensor is not None and other is None:
             raise ValueError(f"{name} must be None without {other_name}")
     calls = SchedulerMetadata(
-        batch=bounded("batch_size", batch_size, 1, LARGEST),
-        seqlen_q=bounded("max_seqlen_q", max_seqlen_q, 1, LARGEST),
-        heads_q=bounded("num_heads_q", num_heads_q, 1, LARGEST),
-        heads_kv=bounded("num_heads_kv", num_heads_kv, 1, LARGEST),
+        batch=integer("batch_size", batch_size, 1, most=LARGEST),
+        seqlen_q=integer("max_seqlen_q", max_seqlen_q, 1, most=LARGEST),
+        heads_q=integer("num_heads_q", num_heads_q, 1, most=LARGEST),
+        heads_kv=integer("num_heads_kv", num_heads_kv, 1, most=LARGEST),
         head_dim=head_size("headdim", headdim),
         head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v),
         dtype=qkv_dtype,
-        page_size=None if page_size is None else bounded("page_size", page_size, 1, LONGEST),
+        page_size=None if page_size is None else integer("page_size", page_size, 1, most=LONGEST),
         window=check_window(as_pair(window_size), options["causal"]),
         has_softcap=flag("has_softcap", has_softcap),
         num_splits=options["num_splits"],
@@ -227,7 +228,7 @@ def get_scheduler_metadata(
     )
     check_calls(calls)
     longest = calls.seqlen_q, integer("max_seqlen_k", max_seqlen_k, 0)
-    most_new = bounded("max_seqlen_k_new", max_seqlen_k_new, 0, LONGEST)
+    most_new = integer("max_seqlen_k_new", max_seqlen_k_new, 0, most=LONGEST)
     used_k = cache_seqlens if calls.has_packed_keys else None
     packed = cu_seqlens_q, cu_seqlens_k, seqused_q, used_k
     check_entries(dict(zip(LENGTHS_OF_PACKED, packed, strict=True)), calls.batch)
@@ -301,14 +302,6 @@ def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> Non
             entries = batch + name.startswith("cu_seqlens")
             check_dtype(name, operand, torch.int32)
             check_shape(name, operand, (entries,), "batch_size")
-
-
-def bounded(name: str, size: object, least: int, most: int) -> int:
-    """A size from `least` to `most`."""
-    size = integer(name, size, least)
-    if size > most:
-        raise ValueError(f"{name} must be at most {most}, got {size}")
-    return size
 
 
 def head_size(name: str, size: object) -> int:

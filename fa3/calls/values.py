@@ -5,7 +5,8 @@ finding errors: to read it, the host waits for the GPU. The kernels bound what t
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,11 +14,7 @@ from fa3.calls.call import (
     INTEGERS,
     LENGTHS,
     LENGTHS_OF_PACKED,
-    NAMES_BY_KIND,
-    OF_INTEGERS,
     AttentionCall,
-    K,
-    Q,
     lengths_of,
 )
 from fa3.calls.options import PACKED, integer
@@ -142,28 +139,26 @@ def check_ends(name: str, ends: list[int], total: int, what: str) -> None:
 # ----------------------------------------------------------------------------------- a cache
 
 
-def checked_integers(
+def check_numbers(
     call: AttentionCall,
-    tensors: tuple[torch.Tensor | None, ...],  # the `TENSORS`
+    values: dict[str, Any],  # of the call; int32 tensors on the CPU become tensors on q's device
     length: object,  # of each sequence, a number; None if a tensor says it
     longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
     query_step: int,  # 1 if each query has a rotary position of its own, 0 if they share one
-) -> tuple[torch.Tensor | None, ...]:
-    """Check what the host can see of the int32 tensors; the `TENSORS` with them on q's device."""
-    integers = tensors[OF_INTEGERS]
+) -> None:
+    """Check what the host can see of the int32 tensors."""
+    integers = {name: values[name] for name in INTEGERS}
     if length is not None:
-        integers = integer("cache_seqlens", length, kind=LENGTHS), *integers[1:]
-    if not any(value is not None and is_visible(value) for value in integers):
-        return tensors
+        integers["seqused_k"] = integer("cache_seqlens", length, kind=LENGTHS)
+    if not any(value is not None and is_visible(value) for value in integers.values()):
+        return
     if call.is_packed:
-        rows = tensors[Q].shape[0], tensors[K].shape[0]
-        check_lengths(lengths_of(tensors), rows, longest or (call.max_seqlen_q, LARGEST))
+        rows = values["q"].shape[0], values["k"].shape[0]
+        check_lengths(lengths_of(values), rows, longest or (call.max_seqlen_q, LARGEST))
     if call.kind == PACKED:
-        return tensors
-    names = NAMES_BY_KIND[call.kind][OF_INTEGERS]
-    check_values(call, values_on_host(call, integers, names), query_step)
-    on_gpu = (on_device(name, x, call) for name, x in zip(names, integers, strict=True))
-    return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
+        return
+    check_values(call, values_on_host(call, integers), query_step)
+    values |= {name: on_device(call.name(name), x, call) for name, x in integers.items()}
 
 
 def on_device(
@@ -185,29 +180,27 @@ def on_device(
 
 
 def values_on_host(
-    call: AttentionCall, integers: Sequence[int | torch.Tensor | None], names: tuple[str, ...]
+    call: AttentionCall, integers: Mapping[str, int | torch.Tensor | None]
 ) -> dict[str, list | None]:
     """Gather what the host can see, by the names of `INTEGERS`; None where it cannot.
 
     Args:
-        integers: the int32 tensors, or a number in place of cache_seqlens.
-        names: of these, for complaints.
+        integers: the int32 tensors, or a number in place of seqused_k.
 
     Returns:
         also `counts`, the tokens that each sequence gets.
     """
-    seqlens, *others = integers
-    is_number = isinstance(seqlens, int)
+    seqlens = integers["seqused_k"]
     # Also in an empty batch, where no sequence has it.
-    if is_number and not 0 <= seqlens <= call.capacity:
+    if isinstance(seqlens, int) and not 0 <= seqlens <= call.capacity:
         raise ValueError(
             f"cache_seqlens must be from 0 to {call.capacity}, what the cache holds of a "
             f"sequence, got {seqlens}"
         )
-    seen = map(read_back, names, (None if is_number else seqlens, *others))
-    values = dict(zip(INTEGERS, seen, strict=True))
-    if is_number:
-        values["seqused_k"] = [seqlens] * call.batch
+    values = {
+        name: [x] * call.batch if isinstance(x, int) else read_back(call.name(name), x)
+        for name, x in integers.items()
+    }
     values["counts"], ends = [call.seqlen_new] * call.batch, values["cu_seqlens_k_new"]
     if call.cu_seqlens_k_new is not None:
         values["counts"] = ends and [end - begin for begin, end in itertools.pairwise(ends)]
@@ -226,7 +219,7 @@ def check_values(call: AttentionCall, values: dict[str, list | None], query_step
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
     """
     seqlens, counts = values["seqused_k"], values["counts"]
-    leftpads, rows = values["cache_leftpad"], values["cache_batch_idx"]
+    leftpads, rows = values["leftpad"], values["batch_idx"]
     if seqlens is not None:
         check_each(call.name("seqused_k"), seqlens, call.capacity, IN_CACHE_ROW)
         for sequence, (seqlen, count) in enumerate(zip(seqlens, counts or (), strict=False)):
@@ -247,7 +240,7 @@ def check_values(call: AttentionCall, values: dict[str, list | None], query_step
                 f"cache_batch_idx must not repeat an index when something is appended, got {twice} "
                 f"{rows.count(twice)} times"
             )
-    tables = "cache_batch_idx", "cache_leftpad"
+    tables = "batch_idx", "leftpad"
     is_hidden = any(values[one] is None and getattr(call, one) is not None for one in tables)
     if not is_hidden and None not in (seqlens, counts, values["page_table"]):
         check_pages(call, values)
@@ -279,8 +272,8 @@ def check_positions(call: AttentionCall, values: dict[str, list | None], query_s
 def check_pages(call: AttentionCall, values: dict[str, list]) -> None:
     """Raise unless the pages that sequences use exist, and none appends where tokens are."""
     num_pages, page_size = call.k.shape[:2]
-    rows = values["cache_batch_idx"] or range(call.batch)
-    leftpads = values["cache_leftpad"] or [0] * call.batch
+    rows = values["batch_idx"] or range(call.batch)
+    leftpads = values["leftpad"] or [0] * call.batch
     written: dict[int, list[tuple[int, int, int]]] = {}
 
     def refuse_overlap(sequence: int, page: int, first: int, end: int, does: str) -> None:

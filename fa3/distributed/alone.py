@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import describe_tensors, of_any_lengths, placed_tensors
+from fa3.calls.call import NO_VALUES, describe_tensors, of_any_lengths
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import Options, check_scale
@@ -68,22 +68,22 @@ class KeyPart:
         part alone, and out or None; modifiers are alibi_slopes and sinks, or None."""
         q, k, v, out = self.without_batch(tensors)
         (slopes, sinks), (ends_q, ends_k, longest) = modifiers, self.lengths or (None, None, None)
-        placed = placed_tensors(
-            q=q, k=k, v=v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, alibi_slopes=slopes,
-            sinks=sinks, out=out,
-        )  # fmt: skip
+        values = NO_VALUES | {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "sinks": sinks}
+        values["cu_seqlens_q"], values["cu_seqlens_k"] = ends_q, ends_k
         if self.attention is None:
-            self.prepare((*placed[:-1], None), longest)
-        read, scale = modifier_tensors(slopes, (), sinks), self.gradients.softmax_scale
-        results: Any = self.attention.attend(placed, read, scale, None, longest, True)
+            self.prepare(values, longest)
+        values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks)
+        values["dropout"], values["softmax_scale"] = None, self.gradients.softmax_scale
+        results: Any = self.attention.attend(values, longest, True)
         return results if self.lengths is None else tuple(x[None] for x in results)
 
-    def prepare(self, placed: tuple, longest: tuple[int, int] | None) -> None:
+    def prepare(self, values: dict[str, Any], longest: tuple[int, int] | None) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
-        described = describe_tensors(self.options.kind, placed)
-        call: Any = of_any_lengths(prepare_call, described, self.options)
-        scale = check_scale(self.softmax_scale, placed[0].shape[-1])
-        num_sms = gpu_for_call(placed[0].device, self.options.sm_margin).num_sms
+        call: Any = of_any_lengths(
+            prepare_call, describe_tensors(values, self.options), self.options
+        )
+        scale = check_scale(self.softmax_scale, values["q"].shape[-1])
+        num_sms = gpu_for_call(values["q"].device, self.options.sm_margin).num_sms
         self.gradients = BackwardCall(call.problem, longest, scale, self.deterministic, num_sms)
         self.attention = call
 

@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
 
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
-MAY_HAVE_GRADIENT = 0, 1, 2, 4  # places of those that may have one
+MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
 SIGNATURE = inspect.signature(flash_attn_func)
 
 
@@ -133,7 +133,7 @@ def attend_over_ranks(
     if is_packed:
         tensors = {name: named[name] for name in "qkv" if isinstance(named[name], torch.Tensor)}
         named |= {name: x[None] for name, x in tensors.items()}
-    q, k, v, slopes, sinks = operands = tuple([named[name] for name in OPERANDS])
+    q, k, v, slopes, sinks = [named[name] for name in OPERANDS]
     # The first call of NCCL hangs if a rank has nothing to send.
     compares = seqlen is None or seqlen < 2 * group.size()
     latest, method = None, None
@@ -141,11 +141,11 @@ def attend_over_ranks(
         with contextlib.suppress(TypeError):  # of values that cannot be looked up
             asked = [named[name] for name in named if name not in OPERANDS]
             latest = latest_over_ranks(group, seqlen, is_packed, torch.is_grad_enabled(), *asked)
-            method, _ = latest.find(operands)
+            method, _ = latest.find(named)
     if method is None:
         method = method_of(named, group, seqlen, is_packed, compares)
         if latest is not None:
-            latest.remember(operands, (16,) * len(operands), (), method, MAY_HAVE_GRADIENT)
+            latest.remember(named, dict.fromkeys(OPERANDS, 16), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
     if wants_gradient(q, k, v, sinks):
         run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
@@ -202,8 +202,8 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
             shape = tuple(x.shape[is_packed:])
             raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
     q, k, v, slopes, sinks = tensors
-    everything = describe_tensors(DENSE, (q, k, v, *[None] * 16, slopes, sinks, None))
-    described = (*everything[:3], *everything[-3:-1])
+    call = describe_tensors(dict(zip(OPERANDS, tensors, strict=True)), Options(kind=DENSE))
+    described = tuple([getattr(call, name) for name in OPERANDS])
     window = check_window(as_pair(named["window_size"]), flag("causal", named["causal"]))
     names = "softcap", "deterministic", "sm_margin"
     numbers: list[Any] = [converted(name, named[name]) for name in names]
