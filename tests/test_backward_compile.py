@@ -308,7 +308,7 @@ def write_masks(
                         kernel.spec.mask.apply_transposed(scores, coords, m_block, sequence)
                         for r in cutlass.range_constexpr(rows):
                             for c in cutlass.range_constexpr(columns):
-                                key = coords.key(r) - n_block * config.tile_n
+                                key = coords.row_at(r) - n_block * config.tile_n
                                 query = coords.column + coords.column_steps[c]
                                 at = key * config.tile_m + query
                                 hidden[at, m_block, n_block] += Int32(1 + (scores[r, c] != 0.0))
