@@ -426,6 +426,7 @@ OPTIONS = [
     ("dense varlen", "rng_state", {"dropout_p": 0.1, "rng_state": on_meta(STATE)}, "must be on"),
     ("dense", "pack_gqa", {"dropout_p": 0.1, "pack_gqa": True}, MISSING, "must be None or False"),
     ("pages", "dropout_p", 0.1, MISSING, "is not supported with page_table"),
+    ("pages", "rng_state", STATE, MISSING, "is not supported with page_table"),
     ("dropout_mask", "batch", -1, "must be 0 or more"),
     ("dropout_mask", "heads", 1.5, TYPE, "must be an integer"),
 ]  # fmt: skip

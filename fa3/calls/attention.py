@@ -328,8 +328,10 @@ def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
         raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
     if ends_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
-    if real("dropout_p", dropout_p) or rng_state is not None:
-        raise NotImplementedError("dropout_p is not supported with page_table, nor rng_state")
+    refused = {"dropout_p": real("dropout_p", dropout_p), "rng_state": rng_state is not None}
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise NotImplementedError(f"{name} is not supported with page_table")
 
 
 @operators.registers

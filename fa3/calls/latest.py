@@ -124,15 +124,15 @@ def comparison(
             if pick_missing(values) != nothing:
                 return None
             # Nested tensors have an address, but guards would ask for their strides and abort.
-            given = pick(values)
-            begins = [0 if one.is_nested else one.data_ptr() for one in given]
+            present = pick(values)
+            begins = [0 if one.is_nested else one.data_ptr() for one in present]
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
         if (
             not are_aligned(*begins)
             or forward_ad._current_level >= 0
             or is_inference_mode_enabled() != in_inference
-            or not are_alike(*(pick_distinct(values) if twice else given))
+            or not are_alike(*(pick_distinct(values) if twice else present))
         ):
             return None
         for first, second in twice:

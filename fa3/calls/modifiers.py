@@ -30,13 +30,13 @@ def functions_of(
         check_function("score", score, Score, q)
     if mask is not None:
         check_function("mask", mask, Mask, q)
-    given = {"score": score, "mask": mask}
+    functions = {"score": score, "mask": mask}
     tensors = {
         f"{kind}.{name}": tensor
-        for kind, one in given.items() if one is not None
+        for kind, one in functions.items() if one is not None
         for name, tensor in tensors_of(one)
     }  # fmt: skip
-    templates = [None if one is None else Template.of(one) for one in given.values()]
+    templates = [None if one is None else Template.of(one) for one in functions.values()]
     scores = () if score is None else (templates[0],)
     return UserFunctions(scores, templates[1], tuple(tensors)), tuple(tensors.values())
 

@@ -83,8 +83,8 @@ class Hop:
             arrived = wait()
             for source, target, _, rows in going.exchange.moves:
                 if target == going.rank:
-                    of = [x[source] for x in arrived] if going.by_source else arrived
-                    terms.append((rows, [x[:, rows] for x in of]))
+                    sent = [x[source] for x in arrived] if going.by_source else arrived
+                    terms.append((rows, [x[:, rows] for x in sent]))
 
         return finish
 
@@ -170,12 +170,12 @@ def added_up(terms: Terms, *likes: Tensor) -> Sequence[Tensor]:
     results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in likes]
     edges = {edge for rows, _ in terms for edge in (rows.start, rows.stop)}
     for begin, end in pairwise(sorted(edges)):
-        found = [
+        covering = [
             [x[:, begin - rows.start : end - rows.start] for x in tensors]
             for rows, tensors in terms
             if rows.start <= begin and end <= rows.stop
         ]
-        for result, (first, *others) in zip(results, zip(*found, strict=True), strict=True):
+        for result, (first, *others) in zip(results, zip(*covering, strict=True), strict=True):
             if len(others) > 1:
                 first, *others = first.float(), *others  # a copy unless it is float32
             for other in others[:-1]:
@@ -293,7 +293,7 @@ def parts_of(
     runs, own, others = with_begins(together(held) or held[:1]), list[KeyPart](), []
     wanted = []
     for key_run in key_runs:
-        found = []
+        seen = []
         for run, _ in runs:
             rows, keys, window = seen_by(run, key_run, part.options.window)
             sees_itself = key_run.start <= run.start and run.stop <= key_run.stop
@@ -303,10 +303,10 @@ def parts_of(
                 if at:
                     own.append(replace(one, keys=at))
                 else:
-                    found.append((keys, one))
-        first = min((keys.start for keys, _ in found), default=0)
-        wanted.append(range(first, max((keys.stop for keys, _ in found), default=0)))
-        others += found
+                    seen.append((keys, one))
+        first = min((keys.start for keys, _ in seen), default=0)
+        wanted.append(range(first, max((keys.stop for keys, _ in seen), default=0)))
+        others += seen
     runs = with_begins(wanted)
     parts = [replace(one, keys=placed(keys, runs) or ALL) for keys, one in others]
     return with_joined(own), with_joined(parts), tuple(wanted)

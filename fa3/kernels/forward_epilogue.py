@@ -69,7 +69,7 @@ class ForwardEpilogue:
     sequences: Dense | Ragged | MultiSequence
     segment: Segment  # what the cluster works on
     tile: Tile  # the CTA's own tile
-    slab: Int32  # this warpgroup's 64 rows among those of the sequence
+    slab: Int32  # the number of this warpgroup's 64 rows, counted in the sequence
     thread_idx: Int32  # of the CTA
     attention: Attention
     out: SlabStore

@@ -373,6 +373,7 @@ class DecodePlan(PlanBase):
 
     @property
     def all_kernels(self) -> list[Any]:
+        # The dataclass with slots is another class than the one `super()` would look for.
         return ["append"] * self.appends + super(DecodePlan, self).all_kernels
 
     def sentences(self) -> dict[str, str]:

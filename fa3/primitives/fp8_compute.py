@@ -95,11 +95,11 @@ class TwoLevelAttention(Fp8Attention):
     factors: cute.Tensor | None = None
 
     @classmethod
-    def of(cls, *given) -> "TwoLevelAttention":
+    def of(cls, *fields) -> "TwoLevelAttention":
         """The attention of a tile that has only begun; the arguments are the base's fields."""
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
-        return cls(*given, factors)
+        return cls(*fields, factors)
 
     @property
     def overlaps(self) -> bool:

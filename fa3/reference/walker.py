@@ -256,7 +256,7 @@ class Walker:
         probabilities, the output of those that are kept."""
         q, blocks = self.q[rows.place].float(), step.blocks
         head_kv = step.head * step.heads * self.k.shape[2] // self.q.shape[2]
-        # There may be none, or those of keys and values, or those of queries, too.
+        # None, or scales of keys and values, perhaps of queries; a scale that is missing is 1.
         descales = (one[step.place.batch, head_kv] for one in self.descales or ())
         scale_k, scale_v, scale_q, *_ = *descales, 1.0, 1.0, 1.0
         scale = 1.0 if self.scores else self.softmax_scale
