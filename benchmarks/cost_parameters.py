@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa3.planning.costs import AGAIN, Costs, Rule, TileCosts, TileKey
-from fa3.planning.prediction import Load, Segments, predict, unit_name
+from fa3.planning.prediction import Load, predict, unit_name
 from fa3.planning.tilings import TiledProblem
+from fa3.schedules.order import Segments
 
 REFERENCE_SCHEDULE = "list"
 """What other schedules add to a unit of work is counted from this one."""

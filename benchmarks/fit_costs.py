@@ -35,7 +35,6 @@ from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.planning.costs import AGAIN, H200, H200_COSTS, Costs, Gpu, Rule, TileKey
 from fa3.planning.decode import DecodePlan
 from fa3.planning.planner import plan_forward
-from fa3.planning.prediction import segments_of
 
 SCHEDULES_CSV = "schedules.csv"
 
@@ -82,7 +81,7 @@ def observe(row: Measurement, gpu: Gpu) -> Observation:
     else:
         config, schedule = recorded_config(row)
     plan = plan_forward(problem, gpu, config, schedule)
-    segments = segments_of(plan.tiled, plan.schedule)
+    segments = plan.schedule.segments(plan.tiled.blocks_of_tiles())
     return Observation(row.cell, row.regime, row.us, plan.tiled, schedule, segments)
 
 

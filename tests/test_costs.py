@@ -16,10 +16,10 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H100, H200, Gpu, Rule, TileCosts, TileKey, shipped_costs
 from fa3.planning.explanation import Candidate
 from fa3.planning.planner import LEAST_MARGIN, candidates, choose, plan_forward
-from fa3.planning.prediction import Load, Segments, loads_of_whole_tiles, segments_of
+from fa3.planning.prediction import Load, loads_of_whole_tiles, times_of
 from fa3.planning.tilings import TiledProblem, alternatives, choose_config, configs
 from fa3.problem import Window
-from fa3.schedules import SCHEDULES, StaticPersistent, TileList
+from fa3.schedules import SCHEDULES, SingleTile, StaticPersistent, TileList
 from fa3.schedules.split import LEAVE_US, MERGE_US
 from fa3.schedules.tile_list import balance
 from fa3.scores.templates import Template
@@ -86,14 +86,15 @@ def test_the_part_that_merges_costs_more_than_one_that_leaves():
     assert merging + leaving == pytest.approx(2 * TILE.part_us)
     problem = make_problem(1, 4096, 4096, 1, 4, head_dim=128, window=CAUSAL)
     plan = plan_forward(problem, config=TILES, schedule="split")
-    segments = segments_of(plan.tiled, plan.schedule)
-    order, tiles = plan.schedule.order, plan.schedule.parts.tile
+    segments = plan.schedule.segments(plan.tiled.blocks_of_tiles())
+    order, tiles = plan.schedule.order, segments.tile
     in_parts = np.unique(tiles[segments.partial])
     assert len(in_parts) > 0
     # Each tile has one that merges, and a simulation gives each segment the same time.
     assert sorted(tiles[segments.merging]) == sorted(in_parts)
-    times = segments.times(plan.tiled.costs)
-    by_segment = dict(zip(zip(tiles, plan.schedule.parts.first, strict=True), times, strict=True))
+    times = times_of(segments, plan.tiled.costs)
+    first_blocks = plan.schedule.entries[:, 1]
+    by_segment = dict(zip(zip(tiles, first_blocks, strict=True), times, strict=True))
     spans = plan.simulate().spans
     scale = sum(times) / sum(span.cost.us for span in spans)
     for span in spans:
@@ -118,9 +119,11 @@ def test_loads_of_whole_tiles_are_those_of_schedules(batch, seqlen, heads, windo
     gpu = Gpu(H200.name, lanes, H200.l2_bytes)
     tiled = TiledProblem(problem, gpu, TILES)
     first_free, listed = loads_of_whole_tiles(tiled)
-    of_all = Load.of(Segments.of(tiled.blocks_of_tiles()), tiled.costs, tiled.lanes)
+    segments = SingleTile(tiled.order).segments(tiled.blocks_of_tiles())
+    of_all = Load.of(segments, tiled.costs, tiled.lanes)
     assert tuple(first_free) == pytest.approx(tuple(of_all))
-    assert first_free.last <= greedy(tiled.times, lanes) * 1.05 + 1e-6
+    # Tiles before the last rounds count by their mean; lanes are apart by a tile at most.
+    assert first_free.last <= greedy(tiled.times, lanes) + first_free.longest + 1e-6
     assert listed._replace(last=first_free.last) == first_free
     assert listed.total / lanes - 1e-6 <= listed.last <= first_free.last + 1e-6
 

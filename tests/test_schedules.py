@@ -35,8 +35,8 @@ from fa3.schedules import (
     TileOrder,
     walk,
 )
-from fa3.schedules.order import KernelOrder, check_schedule
-from fa3.schedules.split import TimedSegments
+from fa3.schedules.order import KernelOrder, Segments, check_schedule
+from fa3.schedules.split import end_of_last
 from fa3.scores.masks import Sequence
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
@@ -350,12 +350,11 @@ def test_clusters_end_together(num_m_blocks, heads, blocks, most):
 def test_a_merge_waits_for_the_last_part():
     """Tile 0 in three parts: the first is done at 4, of which a merge takes 1, the last at 6."""
     tile, owner = np.array([0, 0, 0, 1]), np.array([0, 1, 2, 2])
-    leaves, merges = np.array([0, 1, 1, 0], bool), np.array([1, 0, 0, 0], bool)
-    timed = TimedSegments(tile, owner, np.array([4.0, 3.0, 2.5, 1.0]), leaves, merges)
-    assert timed.end(np.zeros(3), 1.0) == 4
-    assert timed.end(np.array([0.0, 3.0, 0.0]), 1.0) == 7
-    assert timed.end(np.array([0.0, 0.0, 3.5]), 1.0) == 7
-    assert timed.end(np.array([0.0, 0.0, 6.5]), 1.0) == 10
+    partial, merging = np.array([1, 1, 1, 0], bool), np.array([1, 0, 0, 0], bool)
+    segments = Segments(tile, tile, tile, owner, partial, merging)
+    for loads, end in ((None, 4), ((0, 3, 0), 7), ((0, 0, 3.5), 7), ((0, 0, 6.5), 10)):
+        loads = None if loads is None else np.array(loads, float)
+        assert end_of_last(segments, np.array([4.0, 3.0, 2.5, 1.0]), 1.0, loads) == end
 
 
 def test_whole_tiles_stay_whole_where_they_come_out_even():

@@ -16,7 +16,7 @@ from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate, describe_config, sentences_of_forward
 from fa3.planning.launch import FromCall, Launch, Memory, PlanBase, launch_of_forward
-from fa3.planning.prediction import Cost, Load, Prediction, Timeline, predict, segments_of
+from fa3.planning.prediction import Cost, Load, Prediction, Timeline, predict
 from fa3.planning.tilings import TiledProblem, takes_fixed_reference
 from fa3.problem import (
     ELEMENTS,
@@ -203,7 +203,8 @@ def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
 
 def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:
     """A schedule as a candidate, predicted from its actual segments."""
-    load = Load.of(segments_of(tiled, schedule), tiled.costs, tiled.lanes)
+    segments = schedule.segments(tiled.blocks_of_tiles())
+    load = Load.of(segments, tiled.costs, tiled.lanes)
     return candidate(tiled, schedule.name, load)
 
 

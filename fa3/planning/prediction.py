@@ -24,7 +24,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,9 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import AGAIN, Costs, TileCosts
 from fa3.planning.tilings import TiledProblem
 from fa3.schedules import Schedule, Segment, walk
-from fa3.schedules.split import TimedSegments
+from fa3.schedules.order import Segments
+from fa3.schedules.split import end_of_last
 from fa3.schedules.tile_list import LATE
-from fa3.scores import masks
 
 EXACT_ROUNDS = 1
 """Full rounds at the end that a prediction simulates segment by segment, with the partial one."""
@@ -52,54 +52,10 @@ clusters that share keys do not read them at the same time. From 128 queries on 
 heads, single CTAs and pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 
 
-class Segments(NamedTuple):
-    """Segments in the order in which clusters take them; arrays of one length."""
-
-    # full, masked: key blocks without and with the mask applied.
-    full: np.ndarray
-    masked: np.ndarray
-    # The cluster that works on it, if the schedule fixes that; None if each goes to the first free
-    # cluster.
-    owner: Any = None
-    # Number of its tile; None, as the next ones, if no segment is a part of a tile.
-    tile: Any = None
-    # partial, merging: whether it is a part, and the one that merges.
-    partial: Any = None
-    merging: Any = None
-
-    @classmethod
-    def of(cls, blocks: masks.Blocks, *owner_and_parts: np.ndarray | None) -> "Segments":
-        """Segments with these key blocks."""
-        full = blocks.full_end - blocks.full_begin
-        return cls(full, blocks.end - blocks.begin - full, *owner_and_parts)
-
-    def times(self, tile: TileCosts) -> np.ndarray:
-        """Microseconds of every segment at burst clock, without the schedule's overhead."""
-        times = tile.us(self.full, self.masked)
-        if self.partial is None:
-            return times
-        return times + self.partial * tile.part_us_if(self.merging)
-
-
-def segments_of(tiled: TiledProblem, schedule: Schedule) -> Segments:
-    """The segments of a schedule's clusters."""
-    parts = schedule.parts
-    if parts is None:
-        return Segments.of(tiled.blocks_of_tiles(), schedule.owners)
-    blocks = masks.Blocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
-    # The first part is done last, as tiles are cut, and merges.
-    merging = parts.is_part & (parts.first == blocks.begin)
-    owner_and_parts = schedule.owners, parts.tile, parts.is_part, merging
-    return Segments.of(blocks.between(parts.first, parts.end), *owner_and_parts)
-
-
-def end_of_last(times: np.ndarray, segments: Segments, tile: TileCosts) -> float:
-    """When the last cluster is done, if each segment has its cluster."""
-    owner, merging = segments.owner, segments.merging
-    if segments.tile is None:
-        return float(np.bincount(owner, times).max(initial=0.0))
-    timed = TimedSegments(segments.tile, owner, times, segments.partial & ~merging, merging)
-    return timed.end(np.zeros(owner.max(initial=-1) + 1), tile.part_us_if(True))
+def times_of(segments: Segments, tile: TileCosts) -> np.ndarray:
+    """Microseconds of every segment at burst clock, without the schedule's overhead."""
+    times = tile.us(segments.full, segments.masked)
+    return times + segments.partial * tile.part_us_if(segments.merging)
 
 
 def greedy_end(times: np.ndarray, lanes: int, level: float = 0.0) -> float:
@@ -137,16 +93,15 @@ class Load(NamedTuple):
     @classmethod
     def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
         """The load of given segments; the GPU holds `lanes` clusters at a time."""
-        times = segments.times(tile)
+        times = times_of(segments, tile)
         if segments.owner is None:
             head = tiles_before_last(len(times), lanes)
             last = greedy_end(times[head:], lanes, float(times[:head].sum()) / lanes)
             rounds = -(-len(times) // lanes)
         else:
-            last = end_of_last(times, segments, tile)
+            last = end_of_last(segments, times, tile.part_us_if(True))
             rounds = int(np.bincount(segments.owner).max(initial=0))
         blocks = segments.full + segments.masked
-        partial = np.zeros(len(times), bool) if segments.partial is None else segments.partial
         of_blocks = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
         return cls(
             last,
@@ -156,17 +111,19 @@ class Load(NamedTuple):
             num_segments=len(times),
             rounds=rounds,
             blocks=float(blocks.sum()),
-            blocks_of_parts=float(blocks[partial].sum()),
-            num_parts=int(partial.sum()),
+            blocks_of_parts=float(blocks[segments.partial].sum()),
+            num_parts=int(segments.partial.sum()),
         )
 
 
 def loads_of_whole_tiles(tiled: TiledProblem) -> tuple[Load, Load]:
     """Return the load if each tile goes to the first free cluster, and about the one of a list.
     If that ends late, a `TileList` has the last tiles longest-first."""
-    order, lanes, rows = tiled.order, tiled.lanes, Segments.of(tiled.blocks_of_rows)
+    order, lanes = tiled.order, tiled.lanes
+    rows = Segments.of(np.arange(order.num_m_blocks), tiled.blocks_of_rows)
+    count, heads = order.num_tiles, order.num_heads * order.batch
     # Tiles of the same rows take equally long: there may be too many to look at each.
-    times, count, heads = rows.times(tiled.costs), order.num_tiles, order.num_heads * order.batch
+    times = times_of(rows, tiled.costs)
     of_head = Load.of(rows, tiled.costs, lanes)
     rest = times[order.m_blocks(count - tiles_before_last(count, lanes))]
     total = of_head.total * heads

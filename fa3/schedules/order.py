@@ -19,6 +19,7 @@ import numpy as np
 
 from fa3.complaints import shown
 from fa3.primitives.arithmetic import LARGEST, Divisor, smaller
+from fa3.scores.masks import Blocks
 
 ONLY = 1  # `PackedPart.number` of a whole tile
 MOST_PARTS = 256  # a tile has fewer parts than this
@@ -193,14 +194,24 @@ class KernelOrder(TileOrder):
         return self.heads.quotient(flat_head)
 
 
-class Parts(NamedTuple):
-    """All segments, in arrays of one length: tile number, key blocks [first, end), and whether
-    the segment is only a part of its tile."""
+class Segments(NamedTuple):
+    """All segments of a schedule, in arrays of one length, each cluster's in its order."""
 
-    tile: np.ndarray
-    first: np.ndarray
-    end: np.ndarray
-    is_part: np.ndarray
+    tile: np.ndarray  # number of its tile
+    # full, masked: key blocks without and with the mask applied.
+    full: np.ndarray
+    masked: np.ndarray
+    owner: np.ndarray | None  # its cluster; None if each goes to the first free cluster
+    # partial, merging: whether it is a part of its tile, and the part that merges.
+    partial: np.ndarray
+    merging: np.ndarray
+
+    @classmethod
+    def of(cls, tile, blocks: Blocks, owner=None, partial=None, merging=None) -> "Segments":
+        """Segments with these key blocks, in arrays; whole tiles unless it is said of each."""
+        full, whole = blocks.full_end - blocks.full_begin, np.zeros(len(tile), bool)
+        kinds = (whole if one is None else one for one in (partial, merging))
+        return cls(tile, full, blocks.end - blocks.begin - full, owner, *kinds)
 
 
 class Schedule:
@@ -230,13 +241,16 @@ class Schedule:
     shared_words: ClassVar[int] = 0
     # The cluster of every segment, in order; None if each goes to the first free cluster.
     owners: Any = None
-    parts: Any = None  # the segments (`Parts`); None if these are the whole tiles in order
 
     # ------------------------------------------------------------------------------------- host
     @classmethod
     def make(cls, tiled):
         """Make the schedule of a `fa3.planning.tilings.TiledProblem`."""
         return cls(tiled.order, tiled.num_clusters)
+
+    def segments(self, blocks: Blocks) -> Segments:
+        """All segments, given the key blocks of every tile, by its number, in arrays."""
+        return Segments.of(np.arange(self.order.num_tiles), blocks, self.owners)
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         """Raise unless its clusters work on every tile of its order exactly once.

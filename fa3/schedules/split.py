@@ -17,8 +17,8 @@ from fa3.primitives.arithmetic import larger
 from fa3.schedules.order import (
     ONLY,
     PackedPart,
-    Parts,
     Segment,
+    Segments,
     TableCursor,
     TableSchedule,
     TileOrder,
@@ -30,6 +30,7 @@ from fa3.schedules.order import (
 )
 from fa3.schedules.ragged import RaggedOrder, TileRecord, segment_of
 from fa3.schedules.tile_list import balance, columns_of_owners
+from fa3.scores.masks import Blocks
 
 FIELDS = 4
 """Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
@@ -70,29 +71,23 @@ class KeyRanges(NamedTuple):
         return cls(blocks.begin, blocks.end, *overheads, masks)
 
 
-class TimedSegments(NamedTuple):
-    """Segments in the order in which each cluster works on its own; arrays of one length."""
-
-    # tile, owner: number of its tile, and its cluster.
-    tile: np.ndarray
-    owner: np.ndarray
-    time: np.ndarray  # how long its cluster works on it
-    # leaves, merges: whether it leaves a part in memory, or merges its tile as the last segment of
-    # its cluster.
-    leaves: np.ndarray
-    merges: np.ndarray
-
-    def end(self, loads: np.ndarray, merge: float) -> float:
-        """When the last cluster is done: a merge, which takes `merge` of its segment's time, waits
-        for all parts. `loads` is what each cluster has done before."""
-        in_columns = np.argsort(self.owner, kind="stable")
-        tile, owner, time, leaves, _ = (column[in_columns] for column in self)
-        sums = np.bincount(owner, time, minlength=len(loads))
-        ends = np.cumsum(time) + (loads + sums - np.cumsum(sums))[owner]
-        there = np.zeros(int(tile.max(initial=0)) + 1)
-        np.maximum.at(there, tile[leaves], ends[leaves])
-        merged = there[self.tile[self.merges]] + merge
-        return float(max((loads + sums).max(initial=0.0), merged.max(initial=0.0)))
+def end_of_last(
+    segments: Segments, times: np.ndarray, merge: float, loads: np.ndarray | None = None
+) -> float:
+    """When the last cluster is done, given how long each segment takes.
+    A part that merges is its cluster's last segment. It waits for the other parts of its tile; the
+    merge takes `merge` of its time. `loads` is what each cluster has done before."""
+    tile, _, _, owner, partial, merging = segments
+    if loads is None:
+        loads = np.zeros(owner.max(initial=-1) + 1)
+    in_columns = np.argsort(owner, kind="stable")
+    sums, done = np.bincount(owner, times, minlength=len(loads)), np.cumsum(times[in_columns])
+    ends = np.empty(len(tile))
+    ends[in_columns] = done + (loads + sums - np.cumsum(sums))[owner[in_columns]]
+    leaves, there = partial & ~merging, np.zeros(int(tile.max(initial=0)) + 1)
+    np.maximum.at(there, tile[leaves], ends[leaves])
+    merged = there[tile[merging]] + merge
+    return float(max((loads + sums).max(initial=0.0), merged.max(initial=0.0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +131,15 @@ class SplitTiles(TableSchedule):
     @property
     def num_slots(self) -> int:
         """How many parts of tiles there are."""
-        return int(self.parts.is_part.sum())
+        return int((self.entries[:, 3] != ONLY).sum())
 
-    @property
-    def parts(self) -> Parts:
+    def segments(self, blocks: Blocks) -> Segments:
         tile, first, end, part = self.entries.astype(np.int64).T
-        return Parts(tile, first, end, part != ONLY)
+        visited = Blocks(*(array[tile] for array in blocks))
+        partial = part != ONLY
+        # The first part is done last, as tiles are cut, and merges.
+        merging = partial & (first == visited.begin)
+        return Segments.of(tile, visited.between(first, end), self.owners, partial, merging)
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         segments = entries_of(self)
@@ -245,11 +243,12 @@ def in_order(pieces: list[int]) -> np.ndarray:
 def last_end(cuts: np.ndarray, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> float:
     """When the last cluster is done."""
     tile, first, end, owner = cuts.T
-    is_last, leaves = end == blocks[tile], first > 0
+    is_last, leaves, count = end == blocks[tile], first > 0, end - first
     merges = ~leaves & ~is_last
-    parts_cost = leaves * ranges.leave + merges * ranges.merge
-    times = end - first + ranges.unit + parts_cost + ranges.masks[tile] * is_last
-    return TimedSegments(tile, owner, times, leaves, merges).end(loads, ranges.merge)
+    masks = ranges.masks[tile] * is_last
+    times = count + ranges.unit + leaves * ranges.leave + merges * ranges.merge + masks
+    segments = Segments(tile, count, masks, owner, leaves | merges, merges)
+    return end_of_last(segments, times, ranges.merge, loads)
 
 
 def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.ndarray:
