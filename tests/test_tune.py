@@ -235,7 +235,7 @@ def test_the_command_tunes_its_shapes(compiler, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "hopper_device", lambda: device)
     monkeypatch.setattr(module, "gpu_of", lambda of: H200)
-    monkeypatch.setattr(module, "time_plans", lambda of, plans: stopwatch(plans))
+    monkeypatch.setattr(module, "time_plans", stopwatch)
     shapes = "1,300,300,4,1,64", "1,200,300,4,1,64", "1,300,300,4,1,64"
     main(["plan", "--gpu", "H200", "--shape", shapes[0], "--causal"])
     assert "Tuned" not in capsys.readouterr().out

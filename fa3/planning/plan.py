@@ -163,9 +163,9 @@ class Plan(PlanBase):
         # Without owners the first free cluster takes the next tile, as the GPU starts clusters.
         is_owned = self.schedule.owners is not None
         schedule = self.schedule if is_owned else SingleTile(self.schedule.order)
-        timeline = Timeline.of(schedule, tiled.lanes, cost_of)
         prediction = self.predict()
-        return timeline.stretched(prediction.us - prediction.launch_us)
+        us = prediction.us - prediction.launch_us
+        return Timeline.of(schedule, tiled.lanes, us, cost_of)
 
     def sentences(self) -> dict[str, str]:
         others = sorted(self.considered, key=lambda candidate: candidate.prediction.us)

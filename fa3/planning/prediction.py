@@ -265,9 +265,10 @@ class Timeline:
 
     @classmethod
     def of(
-        cls, schedule: Schedule, num_lanes: int, cost_of: Callable[[Segment], Cost]
+        cls, schedule: Schedule, num_lanes: int, us: float, cost_of: Callable[[Segment], Cost]
     ) -> "Timeline":
-        """Simulate a schedule's clusters on at most `num_lanes` lanes."""
+        """Simulate a schedule's clusters on at most `num_lanes` lanes.
+        All times are scaled, so that the last segment ends at `us`."""
         num_lanes = min(schedule.num_clusters, num_lanes)
         free = [(0.0, lane) for lane in range(num_lanes)]
         spans = []
@@ -278,18 +279,12 @@ class Timeline:
                 spans.append(span)
                 now = span.end
             heapq.heappush(free, (now, lane))
-        return cls(tuple(spans), num_lanes)
-
-    def stretched(self, us: float) -> "Timeline":
-        """The timeline with all times scaled, so that the last segment ends at `us`."""
-        factor = us / self.us if self.us else 1.0
-        spans = (
-            span._replace(
-                start=span.start * factor, cost=span.cost._replace(us=span.cost.us * factor)
-            )
-            for span in self.spans
+        factor = us / (max(free)[0] or 1.0) if free else 1.0
+        scaled = (
+            Span(lane, factor * start, segment, cost._replace(us=factor * cost.us))
+            for lane, start, segment, cost in spans
         )
-        return Timeline(tuple(spans), self.num_lanes)
+        return cls(tuple(scaled), num_lanes)
 
     @cached_property
     def ends(self) -> tuple[float, ...]:

@@ -94,13 +94,11 @@ def execute_backward(
     d_out = d_out.masked_fill(is_empty.transpose(1, 2)[..., None], 0.0)
     delta = (d_out.float() * out.float()).sum(dim=3).transpose(1, 2) - d_lse
     delta = delta.masked_fill(is_empty, 0.0)
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=CPU) if wanted.q else None
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=CPU)
     dtype = torch.float32 if wanted.fp32_dkv else k.dtype
-    dk = torch.zeros(k.shape, dtype=dtype, device=CPU) if wanted.k else None
-    dv = torch.zeros(v.shape, dtype=dtype, device=CPU) if wanted.v else None
-    places = sequences
-    if places is None:
-        places = SequenceRows.dense(len(q), q.shape[1], k.shape[1])
+    dk, dv = (torch.zeros(x.shape, dtype=dtype, device=CPU) for x in (k, v))
+    dense = SequenceRows.dense(len(q), q.shape[1], k.shape[1])
+    places = dense if sequences is None else sequences
     for place, head_kv, positions in key_tiles(places, k.shape[2]):
         k_tile, v_tile = walk.load(place.keys(head_kv), positions)
         acc_dK, acc_dV = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
@@ -113,32 +111,24 @@ def execute_backward(
             kept = kept if dropout is None else kept / dropout.kept
             p = torch.exp2((scores - lse[batch, head, queries, None]) * LOG2_E)
             acc_dV += walk.rounded(p * kept).T @ d_out_block
-            if wanted.q or wanted.k:
-                dP = d_out_block @ v_tile.T * kept
-                dS = walk.rounded(p * (dP - delta[batch, head, queries, None]) * slope)
-                acc_dK += dS.T @ q_block
-                if dq is not None:
-                    dq[rows.place] += dS @ k_tile
+            dP = d_out_block @ v_tile.T * kept
+            dS = walk.rounded(p * (dP - delta[batch, head, queries, None]) * slope)
+            acc_dK += dS.T @ q_block
+            dq[rows.place] += dS @ k_tile
         first = place.k.start + positions.start
         tile = place.entry_k, slice(first, first + len(positions)), head_kv
-        if dk is not None:
-            dk[tile] = acc_dK * softmax_scale
-        if dv is not None:
-            dv[tile] = acc_dV
-    dq = None if dq is None else (dq * softmax_scale).to(q.dtype)
+        dk[tile], dv[tile] = acc_dK * softmax_scale, acc_dV
     d_sinks = None
     if walk.sinks is not None and wanted.sinks:
-        parts = [slice(None)]
-        if sequences is not None:
-            parts = [slice(one.q.start, one.q.stop) for one in sequences]
+        parts = [slice(None)] if sequences is None else [slice(x.q.start, x.q.stop) for x in places]
         sinks = walk.sinks.float()
         sums = (gradient_of_sinks(sinks, lse[..., x], delta[..., x]) for x in parts)
         d_sinks = reduce(torch.add, sums).to(walk.sinks.dtype)
-    dq, dk, dv = (
-        None if gradient is None else gradient.view(x.shape)
-        for gradient, x in zip((dq, dk, dv), operands[:3], strict=True)
+    found = zip(wanted, ((dq * softmax_scale).to(q.dtype), dk, dv), operands, strict=False)
+    d_q, d_k, d_v = (
+        gradient.view(x.shape) if is_wanted else None for is_wanted, gradient, x in found
     )
-    return Gradients(dq, dk, dv, d_sinks)
+    return Gradients(d_q, d_k, d_v, d_sinks)
 
 
 def key_tiles(

@@ -479,8 +479,8 @@ def entries_of(schedule: TableSchedule) -> np.ndarray:
     return rounds[~has_ended].astype(np.int64)
 
 
-def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
-    """Return how many segments each tile has; raise ValueError for a missing or foreign tile."""
+def check_tiles(order: TileOrder, indices: np.ndarray, may_repeat: bool = False) -> None:
+    """Raise ValueError unless these are the numbers of all tiles, each once if it is not a part."""
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
         raise ValueError(
@@ -490,32 +490,9 @@ def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
     count = np.bincount(indices, minlength=order.num_tiles)
     if not count.all():
         raise ValueError(f"schedule leaves out {order.tile(int(count.argmin()))}")
-    return count
-
-
-def check_tiles(order: TileOrder, indices: np.ndarray) -> None:
-    """Raise ValueError unless these are the numbers of all tiles, each once."""
-    count = count_segments(order, indices)
-    if count.max(initial=0) > 1:
+    if count.max(initial=0) > 1 and not may_repeat:
         tile = order.tile(int(count.argmax()))
         raise ValueError(f"schedule has {tile} {count.max()} times")
-
-
-def check_key_blocks(
-    order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
-) -> None:
-    """Raise ValueError unless segments, sorted by tile and block, cover all blocks once."""
-    index, first, end, _ = segments.T
-    begins_tile = np.diff(index, prepend=-1) != 0
-    begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
-    most, ends_tile = end_blocks[index], np.roll(begins_tile, -1)
-    wrong = (first != begin) | (end <= begin) | (end > most) | (ends_tile & (end < most))
-    if wrong.any():
-        i = wrong.argmax()
-        raise ValueError(
-            f"schedule has key blocks {first[i]} to {end[i] - 1} of "
-            f"{order.tile(int(index[i]))}, where {begin[i]} to {most[i] - 1} are left"
-        )
 
 
 def number_parts(index: np.ndarray) -> np.ndarray:
@@ -527,23 +504,35 @@ def number_parts(index: np.ndarray) -> np.ndarray:
     return np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), ONLY)
 
 
-def check_parts(order: TileOrder, segments: np.ndarray) -> None:
-    """Raise unless segments, sorted by tile and block, have the numbers of `number_parts`."""
-    index, _, _, part = segments.T
-    num_parts = np.bincount(index)
+def check_parts(
+    order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
+) -> None:
+    """Raise ValueError unless segments cover all key blocks of all tiles once, and have the numbers
+    of `number_parts`."""
+    segments = segments[np.lexsort((segments[:, 1], segments[:, 0]))]
+    index, first, end, part = segments.T
+    begins_tile = np.diff(index, prepend=-1) != 0
+    begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
+    most, ends_tile = end_blocks[index], np.roll(begins_tile, -1)
+    wrong = (first != begin) | (end <= begin) | (end > most) | (ends_tile & (end < most))
+    if wrong.any():
+        i = wrong.argmax()
+        raise ValueError(
+            f"schedule has key blocks {first[i]} to {end[i] - 1} of "
+            f"{order.tile(int(index[i]))}, where {begin[i]} to {most[i] - 1} are left"
+        )
+    num_parts, numbers = np.bincount(index), number_parts(index)
     if num_parts.max(initial=0) >= MOST_PARTS:
         raise ValueError(
             f"schedule cuts {order.tile(int(num_parts.argmax()))} into {num_parts.max()} parts, "
             f"more than {MOST_PARTS - 1}"
         )
-    numbers = number_parts(index)
     wrong = part != numbers
     if wrong.any():
-        number, begin, end, part_number = segments[wrong.argmax()].tolist()
+        i = wrong.argmax()
         raise ValueError(
-            f"schedule numbers the parts of {order.tile(number)} inconsistently: must have "
-            f"{numbers[wrong.argmax()]} for "
-            f"{Segment(order.tile(number), begin, end, PackedPart(part_number))}"
+            f"schedule numbers the parts of {order.tile(int(index[i]))} inconsistently: the one "
+            f"from key block {first[i]} on must have {numbers[i]}, got {part[i]}"
         )
     slots = int((numbers != ONLY).sum())
     if slots > MOST_SLOTS:

@@ -22,9 +22,8 @@ from fa3.schedules.order import (
     TableCursor,
     TableSchedule,
     TileOrder,
-    check_key_blocks,
     check_parts,
-    count_segments,
+    check_tiles,
     entries_of,
     number_parts,
 )
@@ -143,10 +142,8 @@ class SplitTiles(TableSchedule):
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         segments = entries_of(self)
-        count_segments(self.order, segments[:, 0])
-        segments = segments[np.lexsort((segments[:, 1], segments[:, 0]))]
-        check_key_blocks(self.order, segments, first_blocks, end_blocks)
-        check_parts(self.order, segments)
+        check_tiles(self.order, segments[:, 0], may_repeat=True)
+        check_parts(self.order, segments, first_blocks, end_blocks)
 
     def segment(self, cursor: TableCursor) -> Segment:
         index, first_block, end_block, part = cursor.entry

@@ -268,17 +268,12 @@ class Intersection:
             self.batch, self.head, row_begin, row_last, sequence.seqlen_q, sequence.seqlen_k
         )
         first, last = map(as_integer, self.function.key_range(rows))
-        end = smaller(blocks.end, (larger(0, last) + tile_n - 1) // tile_n)
-        end = larger(1, end)
-        begin = larger(blocks.begin, larger(0, first) // tile_n)
-        begin = smaller(begin, end - 1)
+        end = larger(1, smaller(blocks.end, (larger(0, last) + tile_n - 1) // tile_n))
+        begin = smaller(larger(blocks.begin, larger(0, first) // tile_n), end - 1)
         first, last = map(as_integer, self.function.open_range(rows))
         full_end = smaller(blocks.full_end, larger(0, last) // tile_n)
-        full_end = smaller(larger(full_end, begin), end)
-        full_begin = (larger(0, first) + tile_n - 1) // tile_n
-        full_begin = larger(blocks.full_begin, full_begin)
-        full_begin = smaller(larger(full_begin, begin), full_end)
-        return Blocks(begin, full_begin, full_end, end)
+        full_begin = larger(blocks.full_begin, (larger(0, first) + tile_n - 1) // tile_n)
+        return Blocks(begin, full_begin, full_end, end).walked(begin, end)
 
     def query_blocks(self, key_begin, num_keys, tile_m, sequence: Sequence) -> Blocks:
         """Blocks of `tile_m` queries that may see keys [key_begin, key_begin + num_keys).

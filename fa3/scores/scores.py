@@ -241,19 +241,20 @@ class ScorePipeline:
 
     scores: tuple[Score, ...]  # applied one after another
     units: tuple  # the unit before each score, then the unit after the last
-    rows: tuple  # for each score what its `at_rows` gave for this tile
+    rows: tuple  # for each score what its `at_rows` gave for this tile; () if S is transposed
     mask: object  # the mask of the tile's head
     coords: ScoreCoords | TransposedCoords
     sequence: object
 
     @classmethod
-    def of(cls, scores: tuple[Score, ...], mask, coords: ScoreCoords, sequence, softmax_scale):
+    def of(cls, scores: tuple[Score, ...], mask, coords, sequence, softmax_scale):
         """The rules of a tile, from a mask and scores that are bound to their tensors."""
         units, rows = [softmax_scale], []
+        has_rows = isinstance(coords, ScoreCoords)
         for score in scores:
-            rows.append(score.at_rows(coords, units[-1]))
+            rows.append(score.at_rows(coords, units[-1]) if has_rows else ())
             units.append(score.unit_after(units[-1]))
-        mask = mask.at_rows(coords, sequence)
+        mask = mask.at_rows(coords, sequence) if has_rows else mask
         return cls(scores, tuple(units), tuple(rows), mask, coords, sequence)
 
     @property
@@ -301,14 +302,6 @@ class ScorePipeline:
 
 class TransposedScorePipeline(ScorePipeline):
     """What happens to the scores of one tile between K Q^T and P^T; rows have no part in it."""
-
-    @classmethod
-    def of(cls, scores: tuple[Score, ...], mask, coords: TransposedCoords, sequence, softmax_scale):
-        """The rules of a tile, from a mask and scores that are bound to their tensors."""
-        units = [softmax_scale]
-        for score in scores:
-            units.append(score.unit_after(units[-1]))
-        return cls(scores, tuple(units), (), mask, coords, sequence)
 
     def shifted(self, columns: int) -> "TransposedScorePipeline":
         """The rules of as many scores that many columns further in the block."""

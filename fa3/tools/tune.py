@@ -24,7 +24,7 @@ from fa3.tools.timing import time_in_turn
 
 AnyPlan = Plan | DecodePlan
 
-Stopwatch = Callable[[Sequence[AnyPlan]], list[float]]
+Stopwatch = Callable[[Sequence[AnyPlan]], Sequence[float]]
 """Returns the microseconds of some plans of one problem."""
 
 MOST_PLANS = 6  # plans of a shape that are measured
@@ -39,14 +39,12 @@ def tune_here(options: argparse.Namespace) -> None:
     """Tune shapes on the current GPU; takes the options of the command line."""
     if not torch.cuda.is_available():
         raise RuntimeError("needs a Hopper GPU (compute capability 9.0): torch sees no GPU")
-    device = hopper_device()
-    gpu = gpu_of(device)
+    gpu = gpu_of(hopper_device())
     if options.forget:
         plans_path(gpu.name).unlink(missing_ok=True)
         print(f"the planner chooses all plans for a {gpu.name}")
         return
-    problems = dict.fromkeys(problem_of(shape, options) for shape in options.shapes)
-    tune(problems, gpu, partial(time_plans, device))
+    tune(dict.fromkeys(problem_of(shape, options) for shape in options.shapes), gpu, time_plans)
 
 
 def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
@@ -54,11 +52,8 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
     Raises RuntimeError if plans cannot be kept, or no kernel of a problem could be compiled."""
     plans = {problem: plans_to_measure(problem, gpu) for problem in problems}
     check_folder()
-    kernels = dict.fromkeys(
-        kernel for some in plans.values() for plan in some for kernel in plan.all_kernels
-    )
-    absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
-    compile_all(absent)
+    kernels = (kernel for some in plans.values() for plan in some for kernel in plan.all_kernels)
+    compile_all([kernel for kernel in dict.fromkeys(kernels) if not is_on_disk(kernel)])
     for problem, some in plans.items():
         ready = [plan for plan in some if all(map(is_on_disk, plan.all_kernels))]
         if not ready:
@@ -67,47 +62,46 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
                 "above says why"
             )
         times = stopwatch(ready)
-        best = fastest(times)
-        keep_plan(ready[best])
-        lines = [describe_problem(problem)]
+        best = ready[fastest(times)]
+        keep_plan(best)
+        print(describe_problem(problem))
         for plan, us in zip(ready, times, strict=True):
-            mark = "kept" if plan is ready[best] else ""
-            lines.append(f"{mark:4} {duration(us):>9}  {plan.name}")
-        print("\n".join(lines), flush=True)
+            print(f"{'kept' * (plan is best):4} {duration(us):>9}  {plan.name}", flush=True)
 
 
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     """Return the planner's choice, then the plans that are predicted to be the next fastest."""
-    plans: list[AnyPlan] = [
+    others: list[AnyPlan | None] = [
         plan_forward(problem, gpu, one.config, one.schedule)
         for one in candidates(problem, gpu, configs(problem, gpu), CHOICES)
     ]
-    grouped = DecodePlan.if_possible(problem, gpu)
-    if grouped is not None:
-        plans.append(grouped)
-    us = {plan.name: plan.predict().mean_us for plan in plans}
-    plans.sort(key=lambda plan: us[plan.name])
-    choice, limit = plan_dense(problem, gpu), HOPELESS * us[plans[0].name]
-    by_name = {plan.name: plan for plan in (choice, *plans) if us[plan.name] <= limit}
+    us = {
+        plan: plan.predict().mean_us
+        for plan in (plan_dense(problem, gpu), *others, DecodePlan.if_possible(problem, gpu))
+        if plan is not None
+    }
+    choice, *rest = us
+    limit = HOPELESS * min(us.values())
+    by_name = {plan.name: plan for plan in (choice, *sorted(rest, key=us.__getitem__))
+               if us[plan] <= limit}  # fmt: skip
     return list(by_name.values())[:MOST_PLANS]
 
 
 def fastest(times: Sequence[float]) -> int:
     """Return the index of the shortest time; 0 if it is not clearly shorter than the first."""
-    best = min(range(len(times)), key=lambda index: times[index])
+    best = min(range(len(times)), key=times.__getitem__)
     return best if times[best] < (1 - LEAST_SHARE) * times[0] else 0
 
 
-def time_plans(device: torch.device, plans: Sequence[AnyPlan]) -> list[float]:
-    """Return the microseconds of plans of one problem."""
+def time_plans(plans: Sequence[AnyPlan]) -> Sequence[float]:
+    """Return the microseconds of plans of one problem, on the current GPU."""
     problem = plans[0].problem
-    with torch.cuda.device(device):
-        q, k, v = random_operands(problem, device)
-        left, right = problem.window
-        attend = partial(flash_attn_func, q, k, v, window_size=(left, right))
-        choices = {
-            plan.name: {"plan": plan} if isinstance(plan, Plan) else {"pack_gqa": True}
-            for plan in plans
-        }
-        us = time_in_turn({name: partial(attend, **choice) for name, choice in choices.items()})
-    return [us[plan.name] for plan in plans]
+    q, k, v = random_operands(problem, hopper_device())
+    attend = partial(flash_attn_func, q, k, v, window_size=problem.window)
+    calls = {
+        plan.name: partial(attend, plan=plan)
+        if isinstance(plan, Plan)
+        else partial(attend, pack_gqa=True)
+        for plan in plans
+    }
+    return list(time_in_turn(calls).values())
