@@ -37,7 +37,6 @@ Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et a
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import cutlass
@@ -56,14 +55,14 @@ from fa3.kernels.decode_memory import (
     publish,
 )
 from fa3.primitives.arithmetic import Divisor, PlainDivisor
-from fa3.primitives.attention import Attention, BlockStream, Mmas, NoPingPong
+from fa3.primitives.attention import Attention, Mmas, NoPingPong
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
     CacheTables,
     GatheredBlocks,
     TmaBlocks,
-    load_block,
+    stream_of_keys,
 )
 from fa3.primitives.fp8_blocks import CacheConverter, convert_rows, rewriter_states
 from fa3.primitives.fragments import as_rows_and_columns, convert
@@ -72,7 +71,6 @@ from fa3.primitives.packed_rows import (
     PackedCoords,
     Workspace,
     WorkspaceSize,
-    clear_rows,
     fetch_rows,
     merge_parts,
     store_part,
@@ -326,12 +324,7 @@ class Decode(DecodeMemory):
         while walk.is_valid(cursor):
             following = walk.next(cursor)
             keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
-            stream = BlockStream(
-                partial(blocks_k.find, keys=keys),
-                partial(load_block, blocks_k.loader(keys), smem.k.loading),
-                partial(load_block, blocks_v.loader(keys), smem.v.loading),
-                is_ahead=not self.gathers,
-            )
+            stream = stream_of_keys(keys, blocks_k, blocks_v, smem.k, smem.v, not self.gathers)
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
             place, k_state = stream.first(n_block, k_state)
             place, k_state, v_state = stream.rest(begin, n_block, place, k_state, v_state)
@@ -443,7 +436,8 @@ class Decode(DecodeMemory):
             # The producer loads what any query of the sequence touches, this tile or not.
             blocks = blocks.walked(first_block + segment.begin, first_block + segment.end)
             k_state = attention.first(blocks.end - 1, k_state)
-            self.clear_past_end(attention, smem.v.blocks, blocks.end - 1, v_state, thread)
+            last, meet = blocks.end - 1, consumer_barrier().arrive_and_wait
+            attention.clear_past_end(smem.v.blocks, last, v_state, thread, meet)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
             number = Int32(0)
             if cutlass.const_expr(self.may_merge):
@@ -486,16 +480,6 @@ class Decode(DecodeMemory):
             queries = walk.lengths.queries(cursor.length)
             fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), queries, ratio, thread)
         cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def clear_past_end(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
-        """Zero the rows of V past the end of the sequence.
-        P is 0 there, but 0 * NaN is not."""
-        num_keys = attention.rules.sequence.seqlen_k - n_block * TILE_N
-        if num_keys < TILE_N:
-            attention.wait(attention.pipeline_v, v_state)
-            clear_rows(sV[None, None, v_state.index], num_keys, thread)
-            publish()
 
     # ------------------------------------------------------------------------------ epilogue
 

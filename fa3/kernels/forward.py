@@ -47,13 +47,12 @@ from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.arithmetic import Divisor
-from fa3.primitives.attention import Attention, BlockStream
-from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
+from fa3.primitives.attention import BlockStream
+from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, TmaBlocks, stream_of_keys
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import CONVERTED, convert_rows
 from fa3.primitives.fragments import ScoreCoords
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
-from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.pipelines import tma_pipeline
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
@@ -156,7 +155,7 @@ class Forward(AttentionKernel):
             heads_of_key,
             call.modifiers,
             row_store,
-            self.part_merge(call, row_store),
+            self.part_merge(call),
             self.marks(call),
             Recorder(call.recording) if self.is_recorded else NoRecorder(),
             call.page_table,
@@ -240,14 +239,13 @@ class Forward(AttentionKernel):
             return RecomputeMask(words, self.ragged_order(RaggedOrder, call.table, call))
         return RecomputeMask(words, self.order(call))
 
-    def part_merge(self, call: ForwardArguments, row_store) -> PartMerge | None:
+    def part_merge(self, call: ForwardArguments) -> PartMerge | None:
         """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""
         if call.part_buffer is None:
             return None
         rows = self.config.tile_m * self.config.cluster
-        return PartMerge.of(
-            call.part_buffer, call.part_counters, call.num_slots, rows, self.columns_v, row_store
-        )
+        buffers = call.part_buffer, call.part_counters, call.num_slots
+        return PartMerge.of(*buffers, rows, self.columns_v)
 
     @property
     def q_layout(self) -> cute.ComposedLayout:
@@ -419,7 +417,14 @@ class Forward(AttentionKernel):
             else:
                 first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
                 keys = sequences.keys_of_cache(segment, head_kv, first)
-                stream = self.stream_of_cache(operands, smem, keys)
+                blocks_k, blocks_v = (
+                    TmaBlocks(
+                        tma, ring.loaded, operands.page_table, self.box, Int64(EVICT_NORMAL),
+                        copies_at_once=2,
+                    )
+                    for tma, ring in ((operands.k, smem.k), (operands.v, smem.v))
+                )  # fmt: skip
+                stream = stream_of_keys(keys, blocks_k, blocks_v, smem.k, smem.v)
             n_block = blocks.end - 1
             place, k_state = stream.first(n_block, k_state)
             q_state = load_q(tile.m_block, q_state)
@@ -454,25 +459,6 @@ class Forward(AttentionKernel):
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             states = rewriter.run(blocks.begin, blocks.end, states)
             cursor = schedule.next(cursor)
-
-    def stream_of_cache(
-        self,
-        operands: ForwardOperands,
-        smem: ForwardBuffers,
-        keys: Keys,
-    ) -> BlockStream:
-        """Loads the blocks of a head of a cache."""
-        blocks_k, blocks_v = (
-            TmaBlocks(
-                tma, buffer, operands.page_table, self.box, Int64(EVICT_NORMAL), copies_at_once=2
-            )
-            for tma, buffer in ((operands.k, smem.k.loaded), (operands.v, smem.v.loaded))
-        )
-        return BlockStream(
-            partial(blocks_k.find, keys=keys),
-            partial(load_block, blocks_k.loader(keys), smem.k.loading),
-            partial(load_block, blocks_v.loader(keys), smem.v.loading),
-        )
 
     # ------------------------------------------------------------------------------ consumer
 
@@ -528,7 +514,8 @@ class Forward(AttentionKernel):
             k_state, v_state = attention.skip(blocks.end - touched.end, k_state, v_state)
             k_state = attention.first(touched.end - 1, k_state)
             if cutlass.const_expr(self.cache is not None):
-                self.clear_past_end(attention, smem.v.blocks, touched.end - 1, v_state, thread, out)
+                last = touched.end - 1
+                attention.clear_past_end(smem.v.blocks, last, v_state, thread, out.meet)
             started = recorder.now()
             k_state, v_state = attention.rest(touched, k_state, v_state)
             if cutlass.const_expr(config.own_o or self.stores_rows):
@@ -548,8 +535,9 @@ class Forward(AttentionKernel):
                 cursor = schedule.next(cursor)
             computed = recorder.now()
             place = sequences, segment, tile, slab, thread_idx
-            of_rows = rules.sinks_of_rows(sinks)
-            ForwardEpilogue(self, operands, *place, attention, out, of_rows).finish(parts, number)
+            row_sinks = rules.sinks_of_rows(sinks)
+            part = parts, number
+            ForwardEpilogue(self, operands, *place, attention, out, row_sinks, *part).finish()
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
             if cutlass.const_expr(not (config.own_o or self.stores_rows)):
                 out.wait()
@@ -601,16 +589,3 @@ class Forward(AttentionKernel):
             touched = touched._replace(full_begin=full_begin, full_end=full_end)
         end = blocks.end if row_begin <= last_row else blocks.begin + 1
         return touched.between(blocks.begin, end)
-
-    @cute.jit
-    def clear_past_end(
-        self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread, out: SlabStore
-    ):
-        """Zero the rows of V past the end of the sequence, which a cache may have.
-        P is 0 there, but 0 * NaN is not. Every warpgroup does so: none waits for another."""
-        num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
-        if num_keys < self.config.tile_n:
-            attention.wait(attention.pipeline_v, v_state)
-            clear_rows(sV[None, None, v_state.index], num_keys, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            out.meet()

@@ -74,14 +74,17 @@ class ForwardEpilogue:
     attention: Attention
     out: SlabStore
     sinks: tuple | None  # of this thread's rows
+    # parts, number: of a part of a tile, its merge and the number that it took; else None.
+    parts: PartMerge | None
+    number: Int32 | None
 
     @cute.jit
-    def finish(self, parts: PartMerge | None, number: Int32 | None):
-        """Finish the tile; of a part of a tile, `number` is what `parts` gave."""
+    def finish(self):
+        """Finish the tile, or a part of it."""
         kernel = self.kernel
         if cutlass.const_expr(kernel.schedule_type.splits):
             if self.segment.part.num_parts > 1:
-                self.finish_part(parts, number)
+                self.finish_part()
             else:
                 self.finish_whole()
         elif cutlass.const_expr(kernel.is_recompute):
@@ -92,15 +95,19 @@ class ForwardEpilogue:
             self.finish_whole()
 
     @cute.jit
-    def finish_part(self, parts: PartMerge, number: Int32):
-        """Finish a part of a tile; the last one writes the tile."""
-        attention, kernel = self.attention, self.kernel
+    def finish_part(self):
+        """Write a part of a tile to memory; the last one merges all and writes the tile."""
+        attention, kernel, parts = self.attention, self.kernel, self.parts
         lse = attention.finish()
         if cutlass.const_expr(kernel.config.fixed_reference):
             self.mark(has_sinks=False)
-        rows = attention.rules.coords, self.places(), self.are_queries()
-        free = kernel.registers[1] - OTHER_REGISTERS
-        parts.finish(attention.regs.acc_O, lse, number, *rows, self.sinks, free)
+        acc_O, coords = attention.regs.acc_O, attention.rules.coords
+        places, are_queries = self.places(), self.are_queries()
+        if not parts.is_last(self.number):
+            parts.leave(acc_O, lse)
+        else:
+            merged = parts.merge(acc_O, lse, self.sinks, kernel.registers[1] - OTHER_REGISTERS)
+            self.operands.rows.store(acc_O, merged, coords, places, are_queries)
 
     @cute.jit
     def finish_whole(self):
@@ -114,8 +121,8 @@ class ForwardEpilogue:
         """Mark this thread's finished rows whose fixed row max was too far off."""
         attention = self.attention
         if attention.may_have_failed(has_sinks):
-            warp, number = self.warp(), self.number()
-            self.operands.marks.add(attention.failed_rows(has_sinks), number, warp)
+            warp, tile = self.warp(), self.tile_number()
+            self.operands.marks.add(attention.failed_rows(has_sinks), tile, warp)
 
     @cute.jit
     def finish_tile(self):
@@ -139,16 +146,16 @@ class ForwardEpilogue:
     @cute.jit
     def finish_marked(self):
         """Finish a tile of the second launch: write the marked rows only."""
-        number, warp, marks = self.number(), self.warp(), self.operands.marks
-        of_group = marks.rows_of_group(number, warp // WARPS * WARPS)
+        tile, warp, marks = self.tile_number(), self.warp(), self.operands.marks
+        group_rows = marks.rows_of_group(tile, warp // WARPS * WARPS)
         marked = Int32(0)
         is_whole = Boolean(True)
         for i in cutlass.range_constexpr(WARPS):
-            marked = of_group[i] if warp % WARPS == i else marked
-            is_whole = is_whole and of_group[i] == ALL_ROWS
+            marked = group_rows[i] if warp % WARPS == i else marked
+            is_whole = is_whole and group_rows[i] == ALL_ROWS
         # Clear the marks only after all warps of the group have read them.
         self.out.meet()
-        marks.wipe_out(number, warp)
+        marks.wipe_out(tile, warp)
         if is_whole:
             self.finish_tile()
         else:
@@ -196,7 +203,7 @@ class ForwardEpilogue:
         """This warp's index among the consumer warps of a CTA."""
         return warp_of_tile(self.thread_idx)
 
-    def number(self):
+    def tile_number(self):
         """The number of the CTA's tile among the marks."""
         if self.kernel.schedule_type.is_ragged:
             return self.segment.number

@@ -28,6 +28,7 @@ from fa3.primitives.fragments import (
     convert,
     words_as_operand_a,
 )
+from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.softmax import OnlineSoftmax, RowMax, sum_of_squares
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 
@@ -175,6 +176,18 @@ class Attention:
         self.write_p(acc_S, self.draw(acc_S, n_block))
         self.regs.acc_O.fill(0.0)
         return k_state
+
+    @cute.jit
+    def clear_past_end(self, sV: cute.Tensor, n_block, v_state, thread, meet: cutlass.Constexpr):
+        """Zero the rows of V past the end of the sequence, which a cache may have.
+        P is 0 there, but 0 * NaN is not. Every warpgroup does so, and its warps `meet`."""
+        tile_n = self.rules.coords.width
+        num_keys = self.rules.sequence.seqlen_k - n_block * tile_n
+        if num_keys < tile_n:
+            self.wait(self.pipeline_v, v_state)
+            clear_rows(sV[None, None, v_state.index], num_keys, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            meet()
 
     @cute.jit
     def rest(self, blocks, k_state, v_state):

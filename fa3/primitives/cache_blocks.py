@@ -5,6 +5,7 @@ The decode kernel uses TMA and cp.async, the forward kernel TMA from caches only
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -13,6 +14,7 @@ from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
+from fa3.primitives.attention import BlockStream
 from fa3.primitives.pipelines import thread_pipeline, tma_pipeline
 from fa3.primitives.ragged_lengths import read_early
 from fa3.primitives.shared_memory import LayoutEnum
@@ -286,3 +288,10 @@ class GatheredBlocks:
         page = self.page_table[keys.row, cutlass.min(nth, self.page_table.shape[1] - 1)]
         page = cutlass.min(cutlass.max(page, 0), num_pages - 1)
         return key - nth * page_size, page
+
+
+def stream_of_keys(keys: Keys, blocks_k, blocks_v, ring_k, ring_v, is_ahead=True) -> BlockStream:
+    """Loads the blocks of some keys into two `BlockRing`s; `is_ahead` as of `BlockStream`."""
+    load_k = partial(load_block, blocks_k.loader(keys), ring_k.loading)
+    load_v = partial(load_block, blocks_v.loader(keys), ring_v.loading)
+    return BlockStream(partial(blocks_k.find, keys=keys), load_k, load_v, is_ahead)

@@ -247,27 +247,20 @@ class PartMerge:
     # (num_slots * warps,) int32, zero between launches; a tile uses its first slot's.
     counters: cute.Tensor
     warps: int  # warps that share a tile
-    rows: RowStore  # stores merged rows
     # part, warp: this CTA's part of a tile, and this warp among the tile's warps, in `at`.
     part: Any = None
     warp: Int32 | None = None
 
     @classmethod
     def of(
-        cls,
-        buffer: cute.Tensor,
-        counters: cute.Tensor,
-        num_slots: Int32,
-        rows: int,
-        columns: int,
-        row_store: RowStore,
+        cls, buffer: cute.Tensor, counters: cute.Tensor, num_slots: Int32, rows: int, columns: int
     ) -> "PartMerge":
         """Lay out a buffer of `numbers_of_parts` float32 for tiles of (rows, columns)."""
         warps = rows // ROWS_OF_WARP
         layout = cute.make_ordered_layout(
             (FLOATS, WARP, vectors_of(columns) + 1, warps, Int64(num_slots)), order=(0, 1, 2, 3, 4)
         )
-        return cls(cute.make_tensor(buffer.iterator.align(16), layout), counters, warps, row_store)
+        return cls(cute.make_tensor(buffer.iterator.align(16), layout), counters, warps)
 
     def at(self, part, warp: Int32) -> "PartMerge":
         """The merge for one warp of a part of a tile."""
@@ -286,29 +279,9 @@ class PartMerge:
         place = self.counters.iterator + (self.part.first_slot * self.warps + self.warp)
         return PartCounter(place, self.part.num_parts - 1)
 
-    @cute.jit
-    def finish(
-        self,
-        acc_O: cute.Tensor,  # the part's accumulator, divided by its own row sums
-        lse: cute.Tensor,  # its rows' log-sum-exps
-        number: Int32,  # what `take_number` returned
-        # coords, places, is_written: of `RowStore.store`.
-        coords: ScoreCoords,
-        places: tuple,
-        is_written: tuple,
-        sinks: tuple | None,  # the rows' sink logits in base 2
-        registers: cutlass.Constexpr,  # registers a thread that parts may take
-    ):
-        """Write this part to memory, or merge all parts if it is the last one."""
-        if not self.counter.is_last(cute.arch.shuffle_sync(number, 0)):
-            self.leave(acc_O, lse)
-        else:
-            self.counter.await_others()
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                self.counter.reset()
-            merged_lse = self.merge(acc_O, lse, sinks, registers)
-            self.rows.store(acc_O, merged_lse, coords, places, is_written)
+    def is_last(self, number: Int32) -> Boolean:
+        """Whether this part, which took a number, is the last one of its tile."""
+        return self.counter.is_last(cute.arch.shuffle_sync(number, 0))
 
     @cute.jit
     def leave(self, acc_O: cute.Tensor, lse: cute.Tensor):
@@ -335,7 +308,12 @@ class PartMerge:
         sinks: tuple | None,
         registers: cutlass.Constexpr,
     ) -> cute.Tensor:
-        """Merge the other parts into this one's acc_O; return the merged log-sum-exps."""
+        """Merge the other parts into this one's acc_O; return the merged log-sum-exps.
+        Waits until they are in memory. Two copies of some vectors must fit into `registers`."""
+        self.counter.await_others()
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.counter.reset()
         own = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(FLOATS))
         vectors = cute.size(own, mode=[1])
         merged_lse = cute.make_rmem_tensor(ROWS_OF_THREAD, Float32)
