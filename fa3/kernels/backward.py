@@ -78,13 +78,7 @@ from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.gradient_mmas import GradientLayouts
 from fa3.primitives.gradient_parts import KeySplit, SharedKeyTiles
 from fa3.primitives.pipelines import thread_pipeline, tma_pipeline
-from fa3.primitives.query_tiles import (
-    STATISTICS,
-    PackedQueryTiles,
-    QueryTiles,
-    RowStatistics,
-    number_of_packed_tiles,
-)
+from fa3.primitives.query_tiles import STATISTICS, PackedQueryTiles, QueryTiles
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.tma import TmaTensor, in_batch, ragged_tma_view, rows_first
 from fa3.primitives.wgmma import WARPS
@@ -141,19 +135,16 @@ class Backward(AttentionKernel):
             heads = heads_kv * shared.split.parts.value
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
-            tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
             state = call.integers(call.table_at, call.counters_at)
             order = RaggedKeyOrder.of(state, heads, call.heads_per_group)
             q, k, v, d_out, dk, dv = map(ragged_tma_view, tensors)
-            dq = in_batch(call.dq)
         else:
-            batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
-            sequences = Dense(seqlen_q, seqlen_k, window)
-            tiles = QueryTiles(cute.ceil_div(seqlen_q, config.tile_m), heads_q)
+            batch, seqlen_k = call.q.shape[0], call.k.shape[1]
+            sequences = Dense(call.q.shape[1], seqlen_k, window)
             num_key_tiles = cute.ceil_div(seqlen_k, config.tile_n)
             order = KernelOrder.of(num_key_tiles, heads, batch, call.heads_per_group)
             q, k, v, d_out, dk, dv = map(rows_first, tensors)
-            dq = call.dq
+        tiles = self.numbers_of_tiles(call, call.q, config.tile_m)
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tensors = BackwardTensors(
@@ -163,7 +154,8 @@ class Backward(AttentionKernel):
             TmaTensor.of(load, d_out, layouts.d_out),
             None if self.writes_fp32 else TmaTensor.of(store, dk, layouts.dk),
             None if self.writes_fp32 else TmaTensor.of(store, dv, layouts.dv),
-            RowStatistics(rows.statistics, tiles),
+            rows.statistics,
+            tiles,
             rows.dq(tiles),
             heads_q // heads_kv,
             call.modifiers,
@@ -172,14 +164,16 @@ class Backward(AttentionKernel):
                 rows,
                 rows.index(config.tile_m),
                 self.query_head_groups(call),
-                dq,
+                in_batch(call.dq),
                 call.softmax_scale,
             ),
             shared,
             call.alternates,
+            call.softmax_scale,
+            sequences,
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, state)
-        self.kernel(tensors, call.softmax_scale, sequences, schedule).launch(
+        self.kernel(tensors, schedule).launch(
             grid=(call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
@@ -191,26 +185,24 @@ class Backward(AttentionKernel):
         """The key tiles that CTAs share; on the host."""
         if not self.splits:
             return None
-        heads_q, heads_kv, tile_n = call.q.shape[-2], call.k.shape[-2], self.config.tile_n
-        split = KeySplit.of(call.head_parts, call.block_parts, heads_q // heads_kv)
+        ratio = call.q.shape[-2] // call.k.shape[-2]
+        split = KeySplit.of(call.head_parts, call.block_parts, ratio)
         parts = call.numbers(call.parts_at, call.buffer.shape[0])
         counters = call.integers(call.part_counters_at, call.dq_flags_at)
+        tiles = self.numbers_of_tiles(call, call.k, self.config.tile_n)
+        return SharedKeyTiles(split, tiles, parts, counters, in_batch(call.dk), in_batch(call.dv))
+
+    def numbers_of_tiles(self, call: PassArguments, tensor: cute.Tensor, rows: int):
+        """Numbers the tiles of so many rows of q or k; on the host."""
         if self.is_ragged:
-            tiles = PackedQueryTiles.of(call.k.shape[0], call.num_sequences, tile_n)
-            dk, dv = in_batch(call.dk), in_batch(call.dv)
-        else:
-            tiles = QueryTiles(cute.ceil_div(call.k.shape[1], tile_n), heads_kv)
-            dk, dv = call.dk, call.dv
-        return SharedKeyTiles(split, tiles, parts, counters, dk, dv)
+            return PackedQueryTiles.of(tensor.shape[0], call.num_sequences, rows)
+        return QueryTiles(cute.ceil_div(tensor.shape[1], rows), tensor.shape[2])
 
     def query_head_groups(self, call: PassArguments) -> QueryHeadGroups:
         """The query tiles in head groups; on the host."""
-        q, tile_m = call.q, self.config.tile_m
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
-        if self.is_ragged:
-            batch, per_head = 1, number_of_packed_tiles(q.shape[0], call.num_sequences, tile_m)
-        else:
-            batch, per_head = q.shape[0], cute.ceil_div(q.shape[1], tile_m)
+        batch = 1 if self.is_ragged else call.q.shape[0]
+        per_head = self.numbers_of_tiles(call, call.q, self.config.tile_m).tiles_per_head
         per_group = per_head * call.heads_per_group * (heads_q // heads_kv)
         if self.splits:
             per_group = per_group // (call.head_parts * call.block_parts)
@@ -225,7 +217,7 @@ class Backward(AttentionKernel):
         return GradientLayouts.of(self.dtype, self.config, self.columns, self.columns_v)
 
     @cute.kernel
-    def kernel(self, tensors: BackwardTensors, softmax_scale: Float32, sequences, schedule):
+    def kernel(self, tensors: BackwardTensors, schedule):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in tensors[:6]:
@@ -237,7 +229,7 @@ class Backward(AttentionKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         tensors.fused.preprocess(self, smem.ticket, warp_idx)
-        registers, context = self.config.registers_of_roles, (tensors, smem, pipelines, sequences)
+        registers, context = self.config.registers_of_roles, (tensors, smem, pipelines)
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(registers.producer)
             if warp_idx == 0:
@@ -253,12 +245,12 @@ class Backward(AttentionKernel):
             self.roles(*context, schedule, cursor).compute_dq()
         else:
             cute.arch.setmaxregister_increase(registers.mma)
-            self.roles(*context, schedule, cursor).mma(softmax_scale)
+            self.roles(*context, schedule, cursor).mma()
 
-    def roles(self, tensors, smem, pipelines, sequences, schedule, cursor) -> BackwardRoles:
+    def roles(self, tensors, smem, pipelines, schedule, cursor) -> BackwardRoles:
         """The roles of a CTA. No variable has them: a branch would carry all their fields."""
         scores, mask, _ = bind(self.spec, tensors.modifiers)
-        context = tensors, smem, pipelines, sequences, schedule, cursor
+        context = tensors, smem, pipelines, schedule, cursor
         return BackwardRoles(self, *context, scores, mask)
 
     @cute.jit

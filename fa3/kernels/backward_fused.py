@@ -88,8 +88,7 @@ class FusedPrePostprocess(NamedTuple):
         cute.arch.sync_threads()  # all have read the previous number
         if warp_idx == 0:
             with cute.arch.elect_one():
-                counter = self.call.counters.iterator + PREPROCESS_TICKET
-                ticket[0] = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+                ticket[0] = self.take(PREPROCESS_TICKET)
         cute.arch.sync_threads()
         return ticket[0]
 
@@ -146,10 +145,6 @@ class FusedPrePostprocess(NamedTuple):
             )
         cute.arch.sync_warp()
 
-    def signal_key_tile_added(self, group):
-        """Say that a key tile has added all its dQ, for which this thread has waited."""
-        self.add_to_flag(group, ACCUMULATED, 1)
-
     @cute.jit
     def wait_until_accumulated(
         self, kernel: cutlass.Constexpr, tile: Int32, complete: Int32, order
@@ -160,8 +155,7 @@ class FusedPrePostprocess(NamedTuple):
         group = self.groups.group_of(tile)
         if group != complete:
             self.wait_until_preprocessed(kernel, group)
-            tiles = order.tiles_in(group)
-            self.wait_for_flag(group, ACCUMULATED, tiles)
+            self.wait_for_flag(group, ACCUMULATED, order.tiles_in(group))
         return group
 
     # -------------------------------------------------------------------------------- dQ conversion
@@ -216,9 +210,13 @@ class FusedPrePostprocess(NamedTuple):
         """Take the next piece; lane 0 gets its number, other lanes anything."""
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
-            counter = self.call.counters.iterator + CONVERT_TICKET
-            number = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            number = self.take(CONVERT_TICKET)
         return number
+
+    def take(self, ticket: int) -> Int32:
+        """Take the next number of a counter; one thread calls this."""
+        counter = self.call.counters.iterator + ticket
+        return cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
 
     def first_lanes(self, number: Int32) -> Int32:
         """Lane 0's number, for all lanes."""
@@ -258,14 +256,12 @@ class ConvertDq:
         return cls(kernel, call, dq, scale, values, pieces)
 
     @cute.jit
-    def load(self, tile: QueryTile, piece, half: cutlass.Constexpr):
-        """Load half of a piece, all of it in flight at once."""
-        values = self.values[None, None, None, half]
-        self.load_from(self.call.dq(tile.tiles), tile, piece, half, values)
-
-    @cute.jit
-    def load_from(self, accumulator, tile: QueryTile, piece, half: cutlass.Constexpr, values):
-        """Load half of a piece of an accumulator."""
+    def load(self, tile: QueryTile, piece, half: cutlass.Constexpr, second=None):
+        """Load half of a piece, all of it in flight at once.
+        `second` is the second accumulator and where its elements go."""
+        accumulator, values = self.call.dq(tile.tiles), self.values[None, None, None, half]
+        if cutlass.const_expr(second is not None):
+            accumulator, values = second
         for i in cutlass.range_constexpr(LOADED_AT_ONCE):
             thread = (half * LOADED_AT_ONCE + i) * WARP + cute.arch.lane_idx()
             source = accumulator.quads_of(self.pieces, thread, piece, tile.tile)
@@ -278,7 +274,7 @@ class ConvertDq:
         values, kernel = self.values[None, None, None, half], self.kernel
         second = self.call.dq(tile.tiles).one_of(self.pieces, kernel.accumulators, 1)
         others = cute.make_rmem_tensor_like(values)
-        self.load_from(second, tile, piece, half, others)
+        self.load(tile, piece, half, (second, others))
         has_second = second.has_value(tile.tile, self.call.dq_is_zeroed)
         for i in cutlass.range_constexpr(cute.size(values)):
             first = values[i] if has_first else Float32(0.0)

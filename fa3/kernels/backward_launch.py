@@ -1,7 +1,7 @@
 """The backward kernels' tiling, chosen by `fa3.planning.backward`, and arguments of launches."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -84,14 +84,8 @@ class BackwardConfig:
     # fewer registers.
     stats_vector: int = QUAD
 
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (2 + MMA_GROUPS)
-
-    @property
-    def stages(self) -> int:
-        """Blocks of Q and of dS in shared memory."""
-        return STAGES
+    threads: ClassVar[int] = WARPGROUP * (2 + MMA_GROUPS)
+    stages: ClassVar[int] = STAGES
 
     @property
     def slabs(self) -> int:
@@ -226,16 +220,16 @@ class PassArguments(NamedTuple):
             table: the kernel that makes the table of packed sequences; None without.
         """
         spec, vector = kernel.spec, arguments.int32_vector
-        of_batch = () if kernel.is_ragged else (cute.sym_int(),)
+        batches = () if kernel.is_ragged else (cute.sym_int(),)
         seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
-        lse_type = "float32", (*of_batch, heads_q, seqlen_q)
+        lse_type = "float32", (*batches, heads_q, seqlen_q)
         gradient_type = "float32" if kernel.writes_fp32 else spec.dtype
 
         def of_queries(columns: int):
-            return arguments.tma_tensor(spec.dtype, (*of_batch, seqlen_q, heads_q, columns))
+            return arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, columns))
 
         def of_keys(columns: int, dtype: str = spec.dtype):
-            return arguments.tma_tensor(dtype, (*of_batch, seqlen_k, heads_kv, columns))
+            return arguments.tma_tensor(dtype, (*batches, seqlen_k, heads_kv, columns))
 
         named = arguments.scalars(cls)
         named |= dict.fromkeys(("dq_at", "table_at", "counters_at", "dq_flags_at"), Int64(0))
@@ -243,8 +237,8 @@ class PassArguments(NamedTuple):
             named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
             named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
         if table is not None:
-            of_table = TileTableArguments.symbolic(table)._asdict()
-            named |= {name: of_table[name] for name in cls._fields if name in of_table}
+            table_types = TileTableArguments.symbolic(table)._asdict()
+            named |= {name: table_types[name] for name in cls._fields if name in table_types}
         elif kernel.is_ragged:
             named |= {"cu_seqlens_q": vector(), "seqused_q": vector(exists=kernel.has_used_q)}
         return cls(
@@ -286,22 +280,17 @@ class PassArguments(NamedTuple):
 
     def query_rows(self, kernel) -> "QueryRows":
         """What the preprocessing and the dQ conversion take, of a `Backward`."""
-        named = {name: getattr(self, name, None) for name in QueryRows._fields}
+        groups, flags, kept = kernel.query_head_groups(self), None, None
         if kernel.dq_flags:
-            named["dq_flags"] = self.integers(self.dq_flags_at, self.buffer.shape[0])
+            flags = self.integers(self.dq_flags_at, self.buffer.shape[0])
         if kernel.spec.has_dropout:
-            named["kept"] = DropoutArguments(*self.dropout).kept
-        if kernel.is_ragged:
-            named |= {name: in_batch(named[name]) for name in ("out", "d_out", "lse", "d_lse")}
-        groups = kernel.query_head_groups(self)
-        return QueryRows(
-            **named
-            | {
-                "statistics": self.numbers(0, self.dq_at),
-                "dq_accumulator": self.numbers(self.dq_at, self.table_at),
-                "num_tiles": groups.tiles_before(self.groups_preprocessed),
-            }
-        )
+            kept = DropoutArguments(*self.dropout).kept
+        named = {name: in_batch(getattr(self, name)) for name in ("out", "d_out")}
+        named |= {name: in_batch(getattr(self, name), rank=3) for name in ("lse", "d_lse")}
+        named |= {"dq_flags": flags, "kept": kept, "statistics": self.numbers(0, self.dq_at)}
+        named["dq_accumulator"] = self.numbers(self.dq_at, self.table_at)
+        named["num_tiles"] = groups.tiles_before(self.groups_preprocessed)
+        return arguments.operands_of(QueryRows, self, **named)
 
 
 class QueryRows(NamedTuple):
@@ -315,7 +304,7 @@ class QueryRows(NamedTuple):
     lse: cute.Tensor
     d_lse: cute.Tensor
     has_d_lse: Int32
-    statistics: cute.Tensor  # receives `RowStatistics`
+    statistics: cute.Tensor  # receives `statistics_of_tile`
     dq_accumulator: cute.Tensor  # buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`
     # Of the backward kernel, int32: its schedule's, unless a table has them, then those from
     # `PREPROCESS_TICKET` on; receives zeros.

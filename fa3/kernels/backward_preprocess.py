@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64
 
 from fa3.kernels.backward_launch import PassArguments, QueryRows
 from fa3.kernels.kernel_base import KernelBase
-from fa3.primitives.query_tiles import RowStatistics, place_of_row
+from fa3.primitives.query_tiles import place_of_row, statistics_of_tile
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
@@ -114,8 +114,10 @@ class TilePreprocess:
             self.call.dq(tile.tiles).clear(pieces, thread, self.warps * WARP, tile.tile)
         for i in cutlass.range_constexpr(flags):
             dq = self.call.dq(tile.tiles).one_of(pieces, flags, i)
-            dq.clear_flag(tile.tile, thread)
-        statistics = RowStatistics(call.statistics, tile.tiles).of_tile(config.tile_m, tile.tile)
+            if thread == 0:
+                cute.arch.store(dq.flag_of(tile.tile), Int32(0))
+        number = tile.tiles.number(tile.tile)
+        statistics = statistics_of_tile(call.statistics, config.tile_m, number)
         totals = self.totals_of_rows()
         if cute.arch.lane_idx() % self.lanes < self.count:
             for i in cutlass.range_constexpr(len(totals)):

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 
 from fa3.kernels.backward_fused import FusedPrePostprocess
-from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
+from fa3.kernels.backward_launch import ACCUMULATED, MMA_GROUPS, BackwardConfig
 from fa3.primitives.arithmetic import larger
 from fa3.primitives.dq_accumulator import (
     DqAccumulator,
@@ -27,37 +27,26 @@ from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.output_store import GradientStore
-from fa3.primitives.query_tiles import QueryWalk, RowStatistics
+from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, QueryWalk, statistics_of_tile
 from fa3.primitives.tma import TmaTensor, load_run, tile_loader
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.schedules import Tile
+from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedScorePipeline
 
-KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER = 1, 2, 3, 4
-"""Named barriers."""
+KEYS_BARRIER = pipeline.NamedBarrier(1, WARPGROUP * (MMA_GROUPS + 1))
+"""Where K has been read for the last time."""
 
+SCORES_BARRIER = pipeline.NamedBarrier(2, WARPGROUP * MMA_GROUPS)
+"""Where P and dS of both MMA warpgroups are in shared memory."""
 
-def keys_barrier() -> pipeline.NamedBarrier:
-    """Where K has been read for the last time."""
-    return pipeline.NamedBarrier(KEYS_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
+DK_BARRIER = pipeline.NamedBarrier(3, WARPGROUP * (MMA_GROUPS + 1))
+"""Where dK is in shared memory. The whole dQ warpgroup waits. Otherwise it could reach
+`KEYS_BARRIER` of the next tile before the MMA warpgroups have left the barrier of this tile."""
 
-
-def scores_barrier() -> pipeline.NamedBarrier:
-    """Where P and dS of both MMA warpgroups are in shared memory."""
-    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * MMA_GROUPS)
-
-
-def dk_barrier() -> pipeline.NamedBarrier:
-    """Where dK is in shared memory.
-    The whole dQ warpgroup waits. Otherwise it could reach the `keys_barrier` of the next tile
-    before the MMA warpgroups have left the one of this tile."""
-    return pipeline.NamedBarrier(DK_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
-
-
-def dv_barrier() -> pipeline.NamedBarrier:
-    """Where dV is in shared memory, for the warp that stores it."""
-    return pipeline.NamedBarrier(DV_BARRIER, WARPGROUP * MMA_GROUPS + WARP)
+DV_BARRIER = pipeline.NamedBarrier(4, WARPGROUP * MMA_GROUPS + WARP)
+"""Where dV is in shared memory, for the warp that stores it."""
 
 
 class BackwardTensors(NamedTuple):
@@ -71,7 +60,8 @@ class BackwardTensors(NamedTuple):
     d_out: TmaTensor
     dk: TmaTensor | None
     dv: TmaTensor | None
-    statistics: RowStatistics
+    statistics: cute.Tensor  # of all query tiles, see `statistics_of_tile`
+    tiles: QueryTiles | PackedQueryTiles  # numbers the query tiles
     dq: DqAccumulator
     qhead_per_kvhead: int  # query heads that share one key/value head
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks
@@ -80,6 +70,8 @@ class BackwardTensors(NamedTuple):
     # The key tiles that CTAs share; None if each CTA has key tiles alone.
     shared: SharedKeyTiles | None
     alternates: Int32 | None  # of `PassArguments`
+    softmax_scale: Float32  # factor of Q K^T
+    sequences: Dense | Ragged  # how long sequences are, and where their rows are
 
 
 class BackwardBuffers(NamedTuple):
@@ -137,7 +129,6 @@ class BackwardRoles:
     tensors: BackwardTensors
     smem: BackwardBuffers
     pipelines: BackwardPipelines
-    sequences: object
     schedule: object  # for the warp that fetches tiles, its `for_producer`
     cursor: object  # the schedule's first one
     # scores, mask: bound to their tensors.
@@ -153,9 +144,11 @@ class BackwardRoles:
     def tile(self, cursor) -> KeyTile:
         """The key tile of a cursor."""
         segment = self.schedule.segment(cursor)
-        is_down = self.is_down(cursor) if self.kernel.may_alternate else None
+        is_down = None
+        if self.kernel.may_alternate:
+            is_down = self.head_group(cursor) & self.tensors.alternates
         work = self.work(segment, *self.keys_of(segment, is_down))
-        return KeyTile(work, segment, self.sequences.sequence(segment), is_down)
+        return KeyTile(work, segment, self.tensors.sequences.sequence(segment), is_down)
 
     def query_head(self, tile: KeyTile, h) -> QueryHead:
         """Query head `h` of a key tile."""
@@ -183,10 +176,6 @@ class BackwardRoles:
             return segment.tile
         return Tile(turned, head, batch)
 
-    def is_down(self, cursor) -> Int32:
-        """1 if the key tile's head group has the first keys first, else 0."""
-        return self.head_group(cursor) & self.tensors.alternates
-
     def work(self, segment, n_block, head, batch) -> KeyWork:
         """A CTA's work on a key tile: all of it, or a part."""
         ratio = self.tensors.qhead_per_kvhead
@@ -198,7 +187,7 @@ class BackwardRoles:
         """Where dK and dV have the rows of a segment's sequence."""
         if self.kernel.is_ragged:
             return KeyRows(Int32(0), segment.record.begin_k, segment.record.owned_k)
-        return KeyRows(segment.tile.batch, Int32(0), self.sequences.seqlen_k)
+        return KeyRows(segment.tile.batch, Int32(0), self.tensors.sequences.seqlen_k)
 
     def head_group(self, cursor):
         """The head group of a key tile."""
@@ -239,8 +228,8 @@ class BackwardRoles:
         """The stores of dK and dV."""
         shared = MMA_GROUPS, self.config.warpgroups_share_keys
         return (
-            GradientStore(self.tensors.dk, self.smem.dk, *shared, dk_barrier()),
-            GradientStore(self.tensors.dv, self.smem.dv, *shared, dv_barrier()),
+            GradientStore(self.tensors.dk, self.smem.dk, *shared, DK_BARRIER),
+            GradientStore(self.tensors.dv, self.smem.dv, *shared, DV_BARRIER),
         )
 
     # -------------------------------------------------------------------------- producer warpgroup
@@ -249,20 +238,20 @@ class BackwardRoles:
     def load_queries(self):
         """Load Q and dO of the query blocks that see the keys of each tile."""
         tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
-        config, schedule, sequences = self.config, self.schedule, self.sequences
+        config, schedule, sequences = self.config, self.schedule, tensors.sequences
         q_state, do_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Producer)
         cursor = schedule.begin(self.cursor)
         while schedule.is_valid(cursor):
             tile = self.tile(cursor)
-            statistics = tensors.statistics.at(config.tile_m, tile.segment)
+            tiles = tensors.tiles.at(config.tile_m, tile.segment)
             group = self.head_group(cursor)
             tensors.fused.wait_until_preprocessed(self.kernel, group)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 head, _, walk = self.query_head(tile, h)
 
-                def load_statistics(m_block, state, head=head, tile=tile, statistics=statistics):
-                    query_tile = m_block, head, tile.work.batch
-                    source = statistics.of_tile(config.tile_m, query_tile)
+                def load_statistics(m_block, state, head=head, tile=tile, tiles=tiles):
+                    number = tiles.number((m_block, head, tile.work.batch))
+                    source = statistics_of_tile(tensors.statistics, config.tile_m, number)
                     target = smem.statistics[None, None, state.index]
                     load_run(source, target, pipelines.q.producer_get_barrier(state))
 
@@ -283,7 +272,7 @@ class BackwardRoles:
         """Load K and V of each tile as soon as their buffers are free.
         A warp of its own does it, so that the first Q loads do not wait for a free V buffer."""
         tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
-        schedule, sequences = self.schedule, self.sequences
+        schedule, sequences = self.schedule, tensors.sequences
         _, _, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         cursor = schedule.begin(self.cursor)
         while schedule.is_valid(cursor):
@@ -316,7 +305,7 @@ class BackwardRoles:
                 state, added_state, pending = reduction.all(walk, head, tile.work.batch, *states)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
-                tensors.fused.signal_key_tile_added(self.head_group(cursor))
+                tensors.fused.add_to_flag(self.head_group(cursor), ACCUMULATED, 1)
             cursor = schedule.next(cursor)
 
     @cute.jit
@@ -342,7 +331,7 @@ class BackwardRoles:
     # ------------------------------------------------------------------------------ MMA warpgroups
 
     @cute.jit
-    def mma(self, softmax_scale: Float32):
+    def mma(self):
         """Compute this warpgroup's part of dK, dV and dS of each tile.
         After the last tile it converts dQ."""
         kernel, config, schedule = self.kernel, self.config, self.schedule
@@ -359,7 +348,7 @@ class BackwardRoles:
             warp = cute.arch.make_warp_uniform(thread_idx // WARP) - WARPS
             groups = WARPS * MMA_GROUPS, config.warpgroups_share_keys
             parts = GradientParts(tensors.shared, warp, *groups)
-        seed = None
+        seed, softmax_scale = None, tensors.softmax_scale
         if cutlass.const_expr(kernel.spec.has_dropout):
             # Once: each step would wait for the load.
             seed = tensors.dropout.seed()
@@ -380,7 +369,7 @@ class BackwardRoles:
                 if cutlass.const_expr(kernel.spec.has_dropout):
                     dropout = TransposedDropout(tensors.dropout, seed, coords)
                 context = config, smem, pipelines, k_state.index, thread
-                operands = mmas, regs, v_state, rules, group, scores_barrier(), dropout
+                operands = mmas, regs, v_state, rules, group, SCORES_BARRIER, dropout
                 step = GradientStep(*context, *operands)
                 q_state, do_state = step.all(walk, q_state, do_state)
             if cutlass.const_expr(not kernel.splits):
@@ -392,7 +381,7 @@ class BackwardRoles:
             else:
                 dv.written.arrive()
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
-            keys_barrier().arrive_and_wait()
+            KEYS_BARRIER.arrive_and_wait()
             if cutlass.const_expr(not kernel.splits):
                 dk.write(regs.acc_dK, mmas.dk, thread, group, k_state.index)
             else:
@@ -414,7 +403,6 @@ class BackwardRoles:
         """Compute dQ of each block; store dK and dV of each tile.
         One warp stores, and then releases V and K."""
         config, schedule, pipelines = self.config, self.schedule, self.pipelines
-        sequences = self.sequences
         thread_idx, _, _ = cute.arch.thread_idx()
         thread = thread_idx % WARPGROUP
         is_storing = cute.arch.make_warp_uniform(thread // WARP) == 0
@@ -433,9 +421,9 @@ class BackwardRoles:
                 step = DqStep(config, self.smem, pipelines, k_state.index, thread, regs)
                 for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     ds_state, staged_state = step.next(ds_state, staged_state)
-            keys_barrier().arrive()
+            KEYS_BARRIER.arrive()
             cursor = schedule.next(cursor)
-            rows = sequences.gradients_of_keys(tile.segment)
+            rows = self.tensors.sequences.gradients_of_keys(tile.segment)
             place = tile.work.n_block, tile.work.head_kv, rows
             if is_storing:
                 dv.written.arrive_and_wait()

@@ -52,11 +52,8 @@ class TileParts(NamedTuple):
     first: Int32
     count: Int32
     rows: Int32  # rows of the tile
-    # m_block, head, batch: the tile.
-    m_block: Int32
-    head: Int32
-    batch: Int32
-    first_query: Int32 | int = 0  # where the queries of its sequence begin, if they are packed
+    # m_block, head and batch of a recorded tile, and where the queries of its sequence begin.
+    place: tuple = ()
 
 
 class Row(NamedTuple):
@@ -85,17 +82,18 @@ class RecordedParts:
         first_query, seqlen_q = queries if queries else (0, self.seqlen_q)
         rows_of_tile = self.workspace.lse.shape[1]
         rows = cutlass.min(seqlen_q * self.qhead_per_kvhead - m_block * rows_of_tile, rows_of_tile)
-        return TileParts(first, count, rows, m_block, head, batch, first_query)
+        return TileParts(first, count, rows, (m_block, head, batch, first_query))
 
     def row(self, parts: TileParts, row) -> Row:
         workspace, ratio = self.workspace, self.qhead_per_kvhead
-        packed = parts.m_block * workspace.lse.shape[1] + row
+        m_block, head, batch, first_query = parts.place
+        packed = m_block * workspace.lse.shape[1] + row
         return Row(
             workspace.o[None, row, None],
             workspace.lse[None, row],
-            parts.batch,
-            parts.first_query + packed // ratio,
-            parts.head * ratio + packed % ratio,
+            batch,
+            first_query + packed // ratio,
+            head * ratio + packed % ratio,
         )
 
 
@@ -108,8 +106,7 @@ class DenseParts:
 
     def parts(self, record) -> TileParts:
         count, batch, seqlen, heads, _ = self.o.shape
-        zero = Int32(0)
-        return TileParts(zero, count, batch * seqlen * heads, zero, zero, zero)
+        return TileParts(Int32(0), count, batch * seqlen * heads)
 
     def row(self, parts: TileParts, row) -> Row:
         _, _, seqlen, heads, _ = self.o.shape

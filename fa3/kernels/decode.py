@@ -41,7 +41,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.decode_launch import TILE_N, DecodeArguments
@@ -54,6 +54,7 @@ from fa3.kernels.decode_memory import (
     consumer_barrier,
     publish,
 )
+from fa3.primitives.arguments import operands_of
 from fa3.primitives.arithmetic import Divisor, PlainDivisor
 from fa3.primitives.attention import Attention, Mmas, NoPingPong
 from fa3.primitives.cache_blocks import (
@@ -137,22 +138,6 @@ class Decode(DecodeMemory):
         if cutlass.const_expr(not self.gathers):
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)
-        operands = DecodeOperands(
-            q,
-            k,
-            v,
-            o,
-            RowLse.at(call.lse, (batch, heads_q, rows_q), self.is_packed),
-            packed_q,
-            packed_k,
-            seqlens,
-            call.seqlen_new,
-            CacheTables(call.batch_idx, call.leftpad, page_table),
-            call.modifiers,
-            call.descales,
-            call.table,
-            call.counters,
-        )
         seqlen_q = call.max_seqlen_q if self.is_packed else rows_q
         rows = seqlen_q * ratio
         num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), heads_q // ratio
@@ -169,11 +154,16 @@ class Decode(DecodeMemory):
         if cutlass.const_expr(self.cut_type.has_parts):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
             workspace = Workspace.of(call.workspace, size, self.spec.head_dim_v)
+        lse = RowLse.at(call.lse, (batch, heads_q, rows_q), self.is_packed)
+        named = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "workspace": workspace}
+        tables = CacheTables(call.batch_idx, call.leftpad, page_table)
+        keys = {"packed_q": packed_q, "packed_k": packed_k, "seqlens": seqlens, "tables": tables}
+        operands = operands_of(DecodeOperands, call, **named, **keys)
         num_crews, num_groups = call.num_ctas // cut.width, num_heads // cut.width
         divisors = Divisor.of(num_m_blocks), Divisor.of(num_crews), Divisor.of(cut.width)
         window = Window(call.window_left, call.window_right)
         sizes = capacity, seqlen_q, window, *divisors, num_groups
-        self.kernel(operands, workspace, call.softmax_scale, cut, sizes).launch(
+        self.kernel(operands, cut, sizes).launch(
             grid=(call.num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
@@ -183,14 +173,7 @@ class Decode(DecodeMemory):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        operands: DecodeOperands,
-        workspace: Workspace | None,
-        softmax_scale: Float32,
-        cut,
-        sizes: tuple,
-    ):
+    def kernel(self, operands: DecodeOperands, cut, sizes: tuple):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in () if self.gathers else (operands.k, operands.v):
@@ -198,17 +181,17 @@ class Decode(DecodeMemory):
         smem = self.setup_shared_memory()
         if cutlass.const_expr(not self.overlaps_forward):
             cute.arch.griddepcontrol_launch_dependents()
-        call = operands, workspace, smem, softmax_scale, cut, sizes
+        call = operands, smem, cut, sizes
         if cutlass.const_expr(not self.cache.is_fp8):
             self.wait_and_attend(call)
         else:
-            of_consumer, of_others = self.registers
+            consumer_registers, other_registers = self.registers
             if warp_idx < WARPS:
-                cute.arch.setmaxregister_increase(of_consumer)
+                cute.arch.setmaxregister_increase(consumer_registers)
                 self.wait_for_lengths()
                 self.attend(call, Role.CONSUMER)
             else:
-                cute.arch.setmaxregister_decrease(of_others)
+                cute.arch.setmaxregister_decrease(other_registers)
                 if warp_idx >= self.first_converter:
                     self.wait_for_lengths()
                     self.attend(call, Role.CONVERTER)
@@ -222,7 +205,7 @@ class Decode(DecodeMemory):
     @cute.jit
     def wait_and_attend(self, call: tuple):
         """Prefetch while the previous kernel ends; attend after it."""
-        operands, workspace, smem, _, cut, sizes = call
+        operands, smem, cut, sizes = call
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
@@ -242,7 +225,7 @@ class Decode(DecodeMemory):
                 if cta < count:
                     self.attend((*call[:-1], fewer))
                 elif cute.arch.thread_idx()[0] == 0:
-                    workspace.clear_record(cta)
+                    operands.workspace.clear_record(cta)
             else:
                 self.attend(call)
 
@@ -256,7 +239,7 @@ class Decode(DecodeMemory):
     def attend(self, call: tuple, role: cutlass.Constexpr = None):
         """Find this CTA's piece, and do a role's share of it.
         Without a role, the warp decides."""
-        operands, workspace, smem, softmax_scale, cut, sizes = call
+        operands, smem, cut, sizes = call
         walk = self.find_walk(operands, cut, sizes, is_early=False)
         if cutlass.const_expr(self.cache.is_full):
             cute.arch.griddepcontrol_wait()
@@ -264,9 +247,9 @@ class Decode(DecodeMemory):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
                 self.load(operands, smem, walk)
             else:
-                self.mma(operands, workspace, smem, softmax_scale, walk)
+                self.mma(operands, smem, walk)
         elif cutlass.const_expr(role is Role.CONSUMER):
-            self.mma(operands, workspace, smem, softmax_scale, walk)
+            self.mma(operands, smem, walk)
         elif cutlass.const_expr(role is Role.CONVERTER):
             self.convert(smem, walk)
         else:
@@ -380,14 +363,7 @@ class Decode(DecodeMemory):
     # ------------------------------------------------------------------------------ consumer
 
     @cute.jit
-    def mma(
-        self,
-        operands: DecodeOperands,
-        workspace: Workspace | None,
-        smem: DecodeBuffers,
-        softmax_scale: Float32,
-        walk: Walk,
-    ):
+    def mma(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
         """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
@@ -398,14 +374,16 @@ class Decode(DecodeMemory):
         stages = config.converted_stages if self.cache.is_fp8 else config.kv_stages
         k_state = pipeline.make_pipeline_state(consumer, stages)
         v_state = pipeline.make_pipeline_state(consumer, stages)
-        if cutlass.const_expr(self.cut_type is StreamK):
-            self.clear_record(workspace, walk, thread)
+        if cutlass.const_expr(self.cut_type is StreamK):  # noqa: SIM102
+            # `store` fills this CTA's record if a tile with parts begins in this piece.
+            if thread == 0 and walk.cut.records_are_by_cta:
+                operands.workspace.clear_record(walk.crew.cta)
         cursor, q_stage = walk.first(), Int32(0)
         self.fetch_q(operands.q, smem.q, walk, cursor, q_stage)
         while walk.is_valid(cursor):
             segment, following = walk.segment(cursor), walk.next(cursor)
             tile, length = segment.tile, cursor.length
-            scale, scale_v = softmax_scale, None
+            scale, scale_v = operands.softmax_scale, None
             if cutlass.const_expr(self.cache.is_fp8):
                 # Loaded before the wait, used after it.
                 scale_k, scale_v, *scale_q = (
@@ -415,10 +393,9 @@ class Decode(DecodeMemory):
             if cutlass.const_expr(self.cache.is_fp8):
                 _, seqlen_q = walk.lengths.queries(length)
                 rows = seqlen_q * self.qhead_per_kvhead - tile.m_block * ROWS
-                scale *= convert_rows(
-                    smem.q[None, None, q_stage], operands.q.element_type, rows, smem.largest,
-                    consumer_barrier(), thread,
-                )  # fmt: skip
+                buffer, dtype = smem.q[None, None, q_stage], operands.q.element_type
+                context = smem.largest, consumer_barrier(), thread
+                scale *= convert_rows(buffer, dtype, rows, *context)
                 for one in (scale_k, *scale_q):
                     scale *= one
             publish()
@@ -451,18 +428,11 @@ class Decode(DecodeMemory):
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
             queries = walk.lengths.queries(length)
             rows = operands.o, operands.lse, sinks, queries
-            self.store(workspace, segment, attention, rows)
+            self.store(operands.workspace, segment, attention, rows)
             if cutlass.const_expr(self.may_merge):  # noqa: SIM102, joined both would be traced
                 if self.merges(operands.counters, segment):
-                    counter = self.counter(operands.counters, segment)
-                    self.hand_over(counter, smem.number, number, workspace, segment, rows)
+                    self.hand_over(operands, smem.number, number, segment, rows)
             cursor = following
-
-    @cute.jit
-    def clear_record(self, workspace: Workspace, walk: Walk, thread):
-        """Clear this CTA's record; `store` fills it if a tile with parts begins in this piece."""
-        if thread == 0 and walk.cut.records_are_by_cta:
-            workspace.clear_record(walk.crew.cta)
 
     def key_blocks(self, tile: Tile, sequence: Sequence) -> Blocks:
         """Key blocks that the rows of one tile touch, of all heads.
@@ -506,12 +476,12 @@ class Decode(DecodeMemory):
         """Tell the combine kernel, if any, of a tile's parts.
         The CTA with the tile's first segment does it."""
         part = segment.part
-        of_tile = (*segment.tile, part.first_slot, part.num_parts)
+        record = (*segment.tile, part.first_slot, part.num_parts)
         if cutlass.const_expr(self.is_packed):
-            of_tile = (*of_tile, *queries)
+            record = (*record, *queries)
         if segment.begin == 0 and cute.arch.thread_idx()[0] == 0:
-            for i in cutlass.range_constexpr(len(of_tile)):
-                workspace.records[part.record, i] = of_tile[i]
+            for i in cutlass.range_constexpr(len(record)):
+                workspace.records[part.record, i] = record[i]
 
     @cute.jit
     def store_rows(self, attention: Attention, rows: tuple):
@@ -543,19 +513,12 @@ class Decode(DecodeMemory):
         return number
 
     @cute.jit
-    def hand_over(
-        self,
-        counter: PartCounter,
-        sNumber: cute.Tensor,
-        number: Int32,
-        workspace: Workspace,
-        segment: Segment,
-        rows: tuple,
-    ):
+    def hand_over(self, operands, sNumber: cute.Tensor, number, segment: Segment, rows: tuple):
         """Count a part as written, or merge all parts if this is the last one.
         The last CTA waits for the others. These have come, so they run, and until they have left
         they wait for no CTA."""
         thread, _, _ = cute.arch.thread_idx()
+        counter = self.counter(operands.counters, segment)
         if thread == 0:
             sNumber[0] = number
         consumer_barrier().arrive_and_wait()
@@ -567,4 +530,4 @@ class Decode(DecodeMemory):
                 counter.await_others()
                 counter.reset()
             consumer_barrier().arrive_and_wait()
-            merge_parts(workspace, segment, self.qhead_per_kvhead, thread, *rows)
+            merge_parts(operands.workspace, segment, self.qhead_per_kvhead, thread, *rows)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, pipeline
+from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.decode_launch import TILE_N, DecodeConfig
@@ -20,7 +20,7 @@ from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline
 from fa3.primitives.fp8_blocks import CONVERTED
 from fa3.primitives.output_store import RowLse
-from fa3.primitives.packed_rows import clear_rows
+from fa3.primitives.packed_rows import Workspace, clear_rows
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.tma import TmaTensor
@@ -56,6 +56,8 @@ class DecodeOperands(NamedTuple):
     # Address of the counters of tiles with parts: how many CTAs have come, and have left. A tile
     # has its first slot's. 0 if `kernels.combine` merges.
     counters: Int64
+    workspace: Workspace | None  # receives parts of tiles; None if tiles are never cut
+    softmax_scale: Float32  # factor of Q K^T
 
 
 class DecodeBuffers(NamedTuple):
@@ -178,21 +180,21 @@ class DecodeMemory(AttentionKernel):
         blocks_k, blocks_v = map(self.block_memory, (self.columns, self.columns_v))
         shape, stages = (ROWS, TILE_N, self.columns), config.q_stages
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, dtype, stages)
-        of_k, of_v = blocks_k.fields, blocks_v.fields
+        fields_k, fields_v = blocks_k.fields, blocks_v.fields
 
         @cute.struct
         class Storage:
-            barriers_k: of_k.barriers
-            barriers_v: of_v.barriers
+            barriers_k: fields_k.barriers
+            barriers_v: fields_v.barriers
             number: cute.struct.MemRange[Int32, 1]
             largest: cute.struct.MemRange[Int32, WARPS * is_fp8]
-            loaded_barriers_k: of_k.loaded_barriers
-            loaded_barriers_v: of_v.loaded_barriers
+            loaded_barriers_k: fields_k.loaded_barriers
+            loaded_barriers_v: fields_v.loaded_barriers
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
-            k: of_k.blocks
-            v: of_v.blocks
-            loaded_k: of_k.loaded
-            loaded_v: of_v.loaded
+            k: fields_k.blocks
+            v: fields_v.blocks
+            loaded_k: fields_k.loaded
+            loaded_v: fields_v.loaded
 
         storage = SmemAllocator().allocate(Storage)
         buffer_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)

@@ -33,7 +33,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
@@ -161,11 +161,12 @@ class Forward(AttentionKernel):
             call.page_table,
             None if call.dropout is None else DropoutArguments(*call.dropout),
             call.descales,
+            call.softmax_scale,
+            sequences,
         )
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
-        flags = call.overlaps_decode, call.online_max
-        self.kernel(operands, call.softmax_scale, sequences, schedule, *flags).launch(
+        self.kernel(operands, schedule, call.overlaps_decode, call.online_max).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
@@ -262,15 +263,7 @@ class Forward(AttentionKernel):
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.out_type, consumers)
 
     @cute.kernel
-    def kernel(
-        self,
-        operands: ForwardOperands,
-        softmax_scale: Float32,
-        sequences,
-        schedule,
-        overlaps_decode: Int32 | None,
-        online_max: Int32 | None,
-    ):
+    def kernel(self, operands: ForwardOperands, schedule, overlaps_decode, online_max):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in (operands.q, operands.k, operands.v, operands.o):
@@ -289,13 +282,13 @@ class Forward(AttentionKernel):
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
-                self.load(operands, smem, sequences, schedule.for_producer(), cursor)
+                self.load(operands, smem, schedule.for_producer(), cursor)
             if cutlass.const_expr(self.format.rewriters):  # noqa: SIM102, joined both would be traced
                 if warp_idx >= WARPS - self.format.rewriters:
-                    self.rewrite(operands, smem, sequences, schedule, cursor)
+                    self.rewrite(operands, smem, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            context = operands, smem, softmax_scale, sequences, schedule, cursor
+            context = operands, smem, schedule, cursor
             if cutlass.const_expr(online_max is None):
                 self.mma(*context)
             elif online_max == 1:
@@ -313,23 +306,23 @@ class Forward(AttentionKernel):
         q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
         o_elements = config.own_o * cute.cosize(o_layout)
         maxima = warps * self.format.converts_q
-        of_k, of_v = blocks_k.fields, blocks_v.fields
+        fields_k, fields_v = blocks_k.fields, blocks_v.fields
 
         @cute.struct
         class Storage:
             barriers_q: cute.struct.MemRange[Int64, 2 * config.q_stages]
-            barriers_k: of_k.barriers
-            barriers_v: of_v.barriers
+            barriers_k: fields_k.barriers
+            barriers_v: fields_v.barriers
             schedule: cute.struct.MemRange[Int64, self.schedule_type.shared_words]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            k: of_k.blocks
-            v: of_v.blocks
+            k: fields_k.blocks
+            v: fields_v.blocks
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, o_elements], 1024]
-            loaded_k: of_k.loaded
-            loaded_v: of_v.loaded
+            loaded_k: fields_k.loaded
+            loaded_v: fields_v.loaded
             largest: cute.struct.MemRange[Int32, maxima]
-            loaded_barriers_k: of_k.loaded_barriers
-            loaded_barriers_v: of_v.loaded_barriers
+            loaded_barriers_k: fields_k.loaded_barriers
+            loaded_barriers_v: fields_v.loaded_barriers
 
         storage = SmemAllocator().allocate(Storage)
         buffer_o, largest = storage.o if config.own_o else storage.q, None
@@ -385,16 +378,9 @@ class Forward(AttentionKernel):
     # ------------------------------------------------------------------------------ producer
 
     @cute.jit
-    def load(
-        self,
-        operands: ForwardOperands,
-        smem: ForwardBuffers,
-        sequences,
-        schedule,
-        cursor,
-    ):
+    def load(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
         """Stream Q, K and V of every tile into shared memory, in the consumers' order."""
-        config = self.config
+        config, sequences = self.config, operands.sequences
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
@@ -405,25 +391,19 @@ class Forward(AttentionKernel):
             sequence = sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             head_kv = operands.heads_of_key.quotient(tile.head)
-            of_keys = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
-            load_q = tile_loader(
-                operands.q, smem.q, smem.pipe_q, tile.head, sequences.queries(segment),
-                config.consumers,
-            )  # fmt: skip
+            key_rows = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
+            query_rows = tile.head, sequences.queries(segment), config.consumers
+            load_q = tile_loader(operands.q, smem.q, smem.pipe_q, *query_rows)
             if cutlass.const_expr(self.cache is None):
-                load_k = tile_loader(operands.k, smem.k.loaded, smem.k.loading, *of_keys)
-                load_v = tile_loader(operands.v, smem.v.loaded, smem.v.loading, *of_keys)
+                load_k = tile_loader(operands.k, smem.k.loaded, smem.k.loading, *key_rows)
+                load_v = tile_loader(operands.v, smem.v.loaded, smem.v.loading, *key_rows)
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             else:
                 first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
                 keys = sequences.keys_of_cache(segment, head_kv, first)
-                blocks_k, blocks_v = (
-                    TmaBlocks(
-                        tma, ring.loaded, operands.page_table, self.box, Int64(EVICT_NORMAL),
-                        copies_at_once=2,
-                    )
-                    for tma, ring in ((operands.k, smem.k), (operands.v, smem.v))
-                )  # fmt: skip
+                pages = operands.page_table, self.box, Int64(EVICT_NORMAL)
+                blocks_k = TmaBlocks(operands.k, smem.k.loaded, *pages, copies_at_once=2)
+                blocks_v = TmaBlocks(operands.v, smem.v.loaded, *pages, copies_at_once=2)
                 stream = stream_of_keys(keys, blocks_k, blocks_v, smem.k, smem.v)
             n_block = blocks.end - 1
             place, k_state = stream.first(n_block, k_state)
@@ -438,14 +418,7 @@ class Forward(AttentionKernel):
             smem.v.loading.producer_tail(v_state)
 
     @cute.jit
-    def rewrite(
-        self,
-        operands: ForwardOperands,
-        smem: ForwardBuffers,
-        sequences,
-        schedule,
-        cursor,
-    ):
+    def rewrite(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
         """Rewrite loaded blocks of every tile, in the consumers' order."""
         _, mask, _ = bind(self.spec, operands.modifiers)
         thread, _, _ = cute.arch.thread_idx()
@@ -455,7 +428,7 @@ class Forward(AttentionKernel):
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             tile = self.tile_of(segment, self.cluster_rank())
-            sequence = sequences.sequence(segment)
+            sequence = operands.sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             states = rewriter.run(blocks.begin, blocks.end, states)
             cursor = schedule.next(cursor)
@@ -463,15 +436,7 @@ class Forward(AttentionKernel):
     # ------------------------------------------------------------------------------ consumer
 
     @cute.jit
-    def mma(
-        self,
-        operands: ForwardOperands,
-        smem: ForwardBuffers,
-        softmax_scale: Float32,
-        sequences,
-        schedule,
-        cursor,
-    ):
+    def mma(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
         """Compute this warpgroup's 64 rows of every tile."""
         config = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
@@ -493,8 +458,8 @@ class Forward(AttentionKernel):
             slab = tile.m_block * config.consumers + group
             shape, begins = (ROWS, config.tile_n), (slab * ROWS, 0)
             coords = ScoreCoords.of(mmas.qk, thread, shape, begins, config.tile_n, tile)
-            sequence = sequences.sequence(segment)
-            scale, scale_v = self.scales(operands, tile, softmax_scale)
+            sequence = operands.sequences.sequence(segment)
+            scale, scale_v = self.scales(operands, tile)
             if cutlass.const_expr(self.format.converts_q):
                 scale *= self.convert_q(smem, q_state, group, thread, out.barrier)
             shown = mask.at(tile.batch, tile.head)
@@ -534,7 +499,7 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(self.skips_before_next):
                 cursor = schedule.next(cursor)
             computed = recorder.now()
-            place = sequences, segment, tile, slab, thread_idx
+            place = segment, tile, slab, thread_idx
             row_sinks = rules.sinks_of_rows(sinks)
             part = parts, number
             ForwardEpilogue(self, operands, *place, attention, out, row_sinks, *part).finish()
@@ -557,8 +522,9 @@ class Forward(AttentionKernel):
         barrier.arrive_and_wait()
         return unscale
 
-    def scales(self, operands: ForwardOperands, tile: Tile, softmax_scale: Float32) -> tuple:
+    def scales(self, operands: ForwardOperands, tile: Tile) -> tuple:
         """The scale of a tile's scores, and of its values; None for 1."""
+        softmax_scale = operands.softmax_scale
         if operands.descales is None:
             return softmax_scale, None
         head_kv = operands.heads_of_key.quotient(tile.head)

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, pipeline
+from cutlass import Boolean, Float32, Int32, pipeline
 
 from fa3.kernels.forward_launch import OTHER_REGISTERS
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import Attention
 from fa3.primitives.block_memory import BlockRing
 from fa3.primitives.dropout import DropoutArguments
+from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore, store_lse
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.tma import TmaTensor
@@ -45,6 +46,8 @@ class ForwardOperands(NamedTuple):
     page_table: cute.Tensor | None
     dropout: DropoutArguments | None  # None without
     descales: tuple | None  # see `ForwardArguments`
+    softmax_scale: Float32  # factor of Q K^T
+    sequences: Dense | Ragged | MultiSequence  # how long sequences are, and where their rows are
 
 
 class ForwardBuffers(NamedTuple):
@@ -66,7 +69,6 @@ class ForwardEpilogue:
 
     kernel: Any  # the `Forward`
     operands: ForwardOperands
-    sequences: Dense | Ragged | MultiSequence
     segment: Segment  # what the cluster works on
     tile: Tile  # the CTA's own tile
     slab: Int32  # the number of this warpgroup's 64 rows, counted in the sequence
@@ -119,10 +121,14 @@ class ForwardEpilogue:
     @cute.jit
     def mark(self, has_sinks: cutlass.Constexpr):
         """Mark this thread's finished rows whose fixed row max was too far off."""
-        attention = self.attention
-        if attention.may_have_failed(has_sinks):
-            warp, tile = self.warp(), self.tile_number()
-            self.operands.marks.add(attention.failed_rows(has_sinks), tile, warp)
+        softmax, acc_O = self.attention.softmax, as_rows_and_columns(self.attention.regs.acc_O)
+        if cute.arch.vote_any_sync(not softmax.is_sure(acc_O, has_sinks)):
+            warp, tile = warp_of_tile(self.thread_idx), self.tile_number()
+            failed = tuple(
+                is_query and softmax.failed(acc_O[r, None], r, has_sinks)
+                for r, is_query in enumerate(self.are_queries())
+            )
+            self.operands.marks.add(failed, tile, warp)
 
     @cute.jit
     def finish_tile(self):
@@ -130,7 +136,7 @@ class ForwardEpilogue:
         if cutlass.const_expr(self.kernel.stores_rows):
             self.finish_rows(lambda r: True)
         else:
-            sequences, segment, tile = self.sequences, self.segment, self.tile
+            sequences, segment, tile = self.operands.sequences, self.segment, self.tile
             attention, operands = self.attention, self.operands
             acc_O, coords = attention.regs.acc_O, attention.rules.coords
             lse = attention.finish(self.sinks)
@@ -146,7 +152,8 @@ class ForwardEpilogue:
     @cute.jit
     def finish_marked(self):
         """Finish a tile of the second launch: write the marked rows only."""
-        tile, warp, marks = self.tile_number(), self.warp(), self.operands.marks
+        tile, warp = self.tile_number(), warp_of_tile(self.thread_idx)
+        marks = self.operands.marks
         group_rows = marks.rows_of_group(tile, warp // WARPS * WARPS)
         marked = Int32(0)
         is_whole = Boolean(True)
@@ -192,16 +199,12 @@ class ForwardEpilogue:
     def places(self) -> tuple:
         """Where this thread's rows of a tile are in the output."""
         queries = (self.attention.rules.coords.query(r) for r in range(2))
-        return tuple(self.sequences.place(self.tile, self.segment, row) for row in queries)
+        return tuple(self.operands.sequences.place(self.tile, self.segment, row) for row in queries)
 
     def are_queries(self) -> tuple:
         """Which of this thread's rows of a tile are queries."""
         rules = self.attention.rules
         return tuple(rules.coords.query(r) < rules.sequence.seqlen_q for r in range(2))
-
-    def warp(self):
-        """This warp's index among the consumer warps of a CTA."""
-        return warp_of_tile(self.thread_idx)
 
     def tile_number(self):
         """The number of the CTA's tile among the marks."""

@@ -219,16 +219,16 @@ class ForwardArguments(NamedTuple):
         spec, schedule, cache = kernel.spec, kernel.schedule_type, kernel.cache
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
         batches = () if schedule.is_ragged else (batch,)
-        of_keys, has_pages, dtype_k = (*batches, seqlen_k), False, spec.dtype
+        key_rows, has_pages, dtype_k = (*batches, seqlen_k), False, spec.dtype
         if cache is not None:
-            of_keys, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
+            key_rows, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
             dtype_k = FP8 if cache.is_fp8 else spec.dtype
         vector, can_mark = arguments.int32_vector, kernel.config.fixed_reference
         return cls(
             **arguments.scalars(cls) | {"lse": Int64(0)},
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
-            k=arguments.tma_tensor(dtype_k, (*of_keys, heads_kv, spec.head_dim)),
-            v=arguments.tma_tensor(dtype_k, (*of_keys, heads_kv, spec.head_dim_v)),
+            k=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.out_dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
             modifiers=arguments.symbolic_modifiers(spec),
             schedule_state=vector(exists=schedule.reads_state),

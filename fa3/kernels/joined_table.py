@@ -25,6 +25,7 @@ from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.ragged_lengths import RaggedLengths, sequence_of
 from fa3.primitives.shared_memory import SmemAllocator
+from fa3.primitives.vectors import store_words
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
 from fa3.schedules.joined import HALVES, MultiSequenceRecord, keys_seen
@@ -106,7 +107,7 @@ class MultiSequenceTable(KernelBase):
     def kernel(self, call: MultiSequenceTableArguments):
         smem = SmemAllocator()
         # Of each warp: the first and the last key that its rows see, and whether all are used.
-        of_warps = smem.allocate_tensor(
+        warp_ranges = smem.allocate_tensor(
             Int32, cute.make_layout((3, HALVES * WARPS_OF_HALF)), byte_alignment=16
         )
         thread, _, _ = cute.arch.thread_idx()
@@ -116,7 +117,7 @@ class MultiSequenceTable(KernelBase):
         self.write_sequences(call)
         row = m_block * self.tile_m + thread
         record = self.record_of_row(call, row)
-        self.write_row(call.rows, row, record)
+        store_words(record, call.rows.iterator + row * ROW_RECORD)
         sees = record.first_key < record.end_key
         first = record.first_key if sees else call.keys.total
         end = record.end_key if sees else Int32(0)
@@ -125,11 +126,11 @@ class MultiSequenceTable(KernelBase):
         is_whole = cute.arch.vote_all_sync(record.is_used or row >= call.queries.total)
         if cute.arch.lane_idx() == 0:
             warp = thread // WARP
-            of_warps[0, warp], of_warps[1, warp] = first, end
-            of_warps[2, warp] = Int32(1) if is_whole else Int32(0)
+            warp_ranges[0, warp], warp_ranges[1, warp] = first, end
+            warp_ranges[2, warp] = Int32(1) if is_whole else Int32(0)
         cute.arch.sync_threads()
         if thread == 0:
-            self.write_tile(call.tiles, m_block, of_warps)
+            self.write_tile(call.tiles, m_block, warp_ranges)
             if m_block == 0:
                 num_tiles, _, _ = cute.arch.grid_dim()
                 for i in cutlass.range_constexpr(TABLE_HEADER):
@@ -168,21 +169,13 @@ class MultiSequenceTable(KernelBase):
         )
 
     @cute.jit
-    def write_row(self, rows: cute.Tensor, row: Int32, record: RowRecord):
-        words = cute.make_rmem_tensor(ROW_RECORD, Int32)
-        for i in cutlass.range_constexpr(ROW_RECORD):
-            words[i] = record[i]
-        target = (rows.iterator + row * ROW_RECORD).align(16)
-        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(ROW_RECORD)))
-
-    @cute.jit
-    def write_tile(self, tiles: cute.Tensor, m_block: Int32, of_warps: cute.Tensor):
+    def write_tile(self, tiles: cute.Tensor, m_block: Int32, warp_ranges: cute.Tensor):
         """Write the record of a tile, from what its warps found."""
         firsts, ends, whole = [], [], Int32(0)
         for half in cutlass.range_constexpr(HALVES):
             warp = half * WARPS_OF_HALF
-            firsts.append(cutlass.min(of_warps[0, warp], of_warps[0, warp + 1]))
-            ends.append(cutlass.max(of_warps[1, warp], of_warps[1, warp + 1]))
-            whole = whole | ((of_warps[2, warp] & of_warps[2, warp + 1]) << half)
+            firsts.append(cutlass.min(warp_ranges[0, warp], warp_ranges[0, warp + 1]))
+            ends.append(cutlass.max(warp_ranges[1, warp], warp_ranges[1, warp + 1]))
+            whole = whole | ((warp_ranges[2, warp] & warp_ranges[2, warp + 1]) << half)
         record = MultiSequenceRecord.of(m_block, tuple(firsts), tuple(ends), whole)
         write_record(tiles, m_block, record, Boolean(True))

@@ -29,6 +29,7 @@ from fa3.kernels.tile_table import MORE_BESIDE_SEGMENTS, TileTable, TileTableArg
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import Divisor, either
 from fa3.primitives.shared_memory import SmemAllocator
+from fa3.primitives.vectors import store_words
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import END
 from fa3.schedules.ragged import RECORD, RaggedOrder, TileRecord
@@ -88,7 +89,7 @@ class SegmentTable(KernelBase):
     def launch(self, call: SegmentTableArguments, stream):
         heads = Divisor.of(call.heads)
         order = RaggedOrder.of(call.table, heads, call.qhead_per_kvhead, call.rows_of_section)
-        tiles = TileTableArguments(*call[: len(TileTableArguments._fields)])
+        tiles = arguments.operands_of(TileTableArguments, call)
         self.kernel(tiles, order, call.segments).launch(
             grid=(1, 1, 1), block=(CUTTERS, 1, 1), stream=stream, use_pdl=True
         )
@@ -234,27 +235,18 @@ class SegmentTable(KernelBase):
             whole = rounds.tile(turn, cta)
             if whole < num_tiles:
                 tile = self.read_cut(cuts, whole)._replace(owner=cta)
-                write_segment(segments, position, (whole, *stretches.segment(tile, cta)))
+                segment = whole, *stretches.segment(tile, cta)
+                store_words(segment, segments.iterator + position * FIELDS)
                 position += num_columns
         while goes_on > 0:
             tile = self.read_cut(cuts, cutlass.min(number, ROOM - 1))
             goes_on = either(number < num_tiles, either(tile.owner <= cta, 1, 0), 0)
             words = (number, *stretches.segment(tile, cta))
             words = tuple(either(goes_on > 0, word, END) for word in words)
-            write_segment(segments, position, words)
+            store_words(words, segments.iterator + position * FIELDS)
             position += num_columns
             number += 1
 
     def read_cut(self, cuts: cute.Tensor, number: Int32) -> TileCut:
         """What shared memory has of a tile."""
         return TileCut(*(cuts[number, i] for i in range(len(TileCut._fields))))
-
-
-@cute.jit
-def write_segment(segments: cute.Tensor, position: Int32, segment: tuple):
-    """Write a segment to its place."""
-    words = cute.make_rmem_tensor(FIELDS, Int32)
-    for i in cutlass.range_constexpr(FIELDS):
-        words[i] = segment[i]
-    target = (segments.iterator + position * FIELDS).align(16)
-    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(FIELDS)))

@@ -205,12 +205,12 @@ class TileTable(KernelBase):
         work_of_warps = smem.allocate_tensor(
             Float32, cute.make_layout((WARP, 2)), byte_alignment=16
         )
-        of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
+        warp_sums = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
         cute.arch.griddepcontrol_launch_dependents()
         if call.queries.num_sequences <= WARP:
             self.write_few(call)
         else:
-            self.write_many(call, places, work_of_warps, of_warps)
+            self.write_many(call, places, work_of_warps, warp_sums)
 
     def await_lengths(self, call: TileTableArguments, batch: Int32) -> None:
         """Wait for the previous kernel; meanwhile L2 loads what is read of a sequence."""
@@ -228,34 +228,34 @@ class TileTable(KernelBase):
         if first < call.capacity:
             # Lengths that overlap, which is wrong, may have more tiles than all warps have lanes.
             lanes = (call.capacity + WARP - 1) & -WARP
-            of_lane, place, upto = self.read_few(call, cute.arch.lane_idx())
-            self.write_tiles(call, Int32(0), of_lane, upto, place, first, lanes, True)
+            lane_sequence, place, upto = self.read_few(call, cute.arch.lane_idx())
+            self.write_tiles(call, Int32(0), lane_sequence, upto, place, first, lanes, True)
             if first == 0:
                 num_tiles = cute.arch.shuffle_sync(upto, WARP - 1)
-                self.write_header(call, num_tiles, self.ctas_beside(call, of_lane))
+                self.write_header(call, num_tiles, self.ctas_beside(call, lane_sequence))
 
     @cute.jit
     def read_few(self, call: TileTableArguments, lane: Int32) -> tuple:
         """Return this lane's sequence, the place of its first record, and the sum of tiles over the
         lanes up to this one; all sequences fit in a warp."""
         self.await_lengths(call, lane)
-        of_lane = self.read(call, lane)
-        num_tiles, num_sequences = of_lane.num_tiles, call.queries.num_sequences
+        lane_sequence = self.read(call, lane)
+        num_tiles, num_sequences = lane_sequence.num_tiles, call.queries.num_sequences
         upto = sum_in_warp(num_tiles)
-        amount = self.amount(num_tiles, self.sequence(call, of_lane), call.shift)
-        return of_lane, place_among(amount, num_tiles, num_sequences), upto
+        amount = self.amount(num_tiles, self.sequence(call, lane_sequence), call.shift)
+        return lane_sequence, place_among(amount, num_tiles, num_sequences), upto
 
     @cute.jit
-    def ctas_beside(self, call: TileTableArguments, of_lane: LaneSequence) -> Int32:
+    def ctas_beside(self, call: TileTableArguments, lane_sequence: LaneSequence) -> Int32:
         """CTAs of the decode kernel, from the sequences of a warp's lanes."""
         decode_ctas = Int32(0)
         if call.short_queries > 0:
-            decode_ctas = self.share(call, of_lane).ctas_beside(call.num_ctas)
+            decode_ctas = self.share(call, lane_sequence).ctas_beside(call.num_ctas)
         return decode_ctas
 
-    def share(self, call: TileTableArguments, of_lane: LaneSequence) -> DecodeShare:
+    def share(self, call: TileTableArguments, lane_sequence: LaneSequence) -> DecodeShare:
         """The work of the sequences of a warp's lanes."""
-        work = self.work(call, of_lane)
+        work = self.work(call, lane_sequence)
         return DecodeShare(*(cute.arch.warp_reduction_sum(part) for part in work))
 
     @cute.jit
@@ -276,9 +276,9 @@ class TileTable(KernelBase):
         self,
         call: TileTableArguments,
         places: cute.Tensor,  # room for a number of each amount of work
-        # work_of_warps, of_warps: room for two numbers of each warp, and for one.
+        # work_of_warps, warp_sums: room for two numbers of each warp, and for one.
         work_of_warps: cute.Tensor,
-        of_warps: cute.Tensor,
+        warp_sums: cute.Tensor,
     ):
         """Write the table of any number of sequences; one CTA calls this."""
         thread, _, _ = cute.arch.thread_idx()
@@ -288,11 +288,11 @@ class TileTable(KernelBase):
         work = self.sort(call, places, is_counting=True)
         lane, warp = thread % WARP, thread // WARP
         for i in cutlass.range_constexpr(2):
-            of_warp = cute.arch.warp_reduction_sum(work[i])
+            warp_sum = cute.arch.warp_reduction_sum(work[i])
             if lane == 0:
-                work_of_warps[warp, i] = of_warp
+                work_of_warps[warp, i] = warp_sum
         cute.arch.sync_threads()
-        count, upto = places[thread], self.sum_up(places[thread], of_warps)
+        count, upto = places[thread], self.sum_up(places[thread], warp_sums)
         places[thread] = upto - count
         if thread == SORTERS - 1:
             for i in cutlass.range_constexpr(TABLE_HEADER):
@@ -309,16 +309,16 @@ class TileTable(KernelBase):
         self.sort(call, places, is_counting=False)
 
     @cute.jit
-    def sum_up(self, number: Int32, of_warps: cute.Tensor) -> Int32:
+    def sum_up(self, number: Int32, warp_sums: cute.Tensor) -> Int32:
         """The sum of all threads' numbers up to this thread's."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
         upto = sum_in_warp(number)
         if lane == WARP - 1:
-            of_warps[warp] = upto
+            warp_sums[warp] = upto
         cute.arch.sync_threads()
-        of_lane = of_warps[lane]
-        before = sum_in_warp(of_lane) - of_lane
+        lane_sum = warp_sums[lane]
+        before = sum_in_warp(lane_sum) - lane_sum
         return upto + cute.arch.shuffle_sync(before, warp)
 
     @cute.jit
@@ -330,15 +330,15 @@ class TileTable(KernelBase):
         work = DecodeShare(Float32(0.0), Float32(0.0))
         first = thread - lane
         while first < call.queries.num_sequences:
-            of_lane = self.read(call, first + lane)
-            num_tiles = of_lane.num_tiles
+            lane_sequence = self.read(call, first + lane)
+            num_tiles = lane_sequence.num_tiles
             upto = sum_in_warp(num_tiles)
             if cutlass.const_expr(is_counting and not self.is_of_keys):
-                work = work.plus(self.work(call, of_lane))
-            amount = self.amount(num_tiles, self.sequence(call, of_lane), call.shift)
+                work = work.plus(self.work(call, lane_sequence))
+            amount = self.amount(num_tiles, self.sequence(call, lane_sequence), call.shift)
             place = take_places(places, amount, num_tiles, upto)
             if cutlass.const_expr(not is_counting):
-                self.write_tiles(call, first, of_lane, upto, place, Int32(0), Int32(WARP))
+                self.write_tiles(call, first, lane_sequence, upto, place, Int32(0), Int32(WARP))
             first += SORTERS
         return work
 
@@ -357,16 +357,16 @@ class TileTable(KernelBase):
             num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
         return LaneSequence(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
 
-    def sequence(self, call: TileTableArguments, of_lane: LaneSequence) -> Sequence:
+    def sequence(self, call: TileTableArguments, lane_sequence: LaneSequence) -> Sequence:
         """A lane's sequence, for the mask."""
-        return Sequence(of_lane.seqlen_q, of_lane.seqlen_k, call.window)
+        return Sequence(lane_sequence.seqlen_q, lane_sequence.seqlen_k, call.window)
 
     @cute.jit
     def write_tiles(
         self,
         call: TileTableArguments,
         first: Int32,  # the sequence of lane 0
-        of_lane: LaneSequence,
+        lane_sequence: LaneSequence,
         upto: Int32,  # the sum of tiles over the lanes up to this one
         place: Int32,  # the place of the first record of this lane's sequence
         # begin, step: of the tiles in order of their sequences, those from `begin` on that this
@@ -382,13 +382,15 @@ class TileTable(KernelBase):
             number = begin + lane
             owner = owner_of(number, upto)
             *ends, owned_k, num_tiles, end, first_place = (
-                cute.arch.shuffle_sync(value, owner) for value in (*of_lane, upto, place)
+                cute.arch.shuffle_sync(value, owner) for value in (*lane_sequence, upto, place)
             )
             left = end - 1 - number
             at = first_place + num_tiles - 1 - left
             if cutlass.const_expr(self.is_of_keys and are_all):  # noqa: SIM102
                 if call.is_by_work != 0:
-                    at = place_of_tile(of_lane.num_tiles, owner, left, call.queries.num_sequences)
+                    at = place_of_tile(
+                        lane_sequence.num_tiles, owner, left, call.queries.num_sequences
+                    )
             record = TileRecord(left, first + owner, *ends, num_tiles)
             if cutlass.const_expr(self.is_of_keys):
                 record = KeyTileRecord(*record, owned_k)
@@ -397,10 +399,10 @@ class TileTable(KernelBase):
             begin += step
 
     @cute.jit
-    def work(self, call: TileTableArguments, of_lane: LaneSequence) -> DecodeShare:
+    def work(self, call: TileTableArguments, lane_sequence: LaneSequence) -> DecodeShare:
         """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
-        num_tiles, ratio = of_lane.num_tiles, call.qhead_per_kvhead
-        sequence = self.sequence(call, of_lane)
+        num_tiles, ratio = lane_sequence.num_tiles, call.qhead_per_kvhead
+        sequence = self.sequence(call, lane_sequence)
         last = cutlass.max(num_tiles - 1, 0) * self.tile_m
         ends = [
             self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
@@ -409,10 +411,10 @@ class TileTable(KernelBase):
         blocks = [Float32(one.end - one.begin) for one in ends]
         # As if blocks grew evenly from the first tile to the last one.
         long = Float32(num_tiles * ratio) * ((blocks[0] + blocks[1]) * 0.5 + BLOCKS_OF_ENDS)
-        of_short = self.band.key_blocks(0, sequence.seqlen_q, DECODE_TILE_N, sequence)
+        short_blocks = self.band.key_blocks(0, sequence.seqlen_q, DECODE_TILE_N, sequence)
         row_blocks = (sequence.seqlen_q * ratio + ROWS - 1) // ROWS
         row_blocks = row_blocks if num_tiles == 0 else Int32(0)
-        short = Float32(row_blocks) * Float32(of_short.end - of_short.begin)
+        short = Float32(row_blocks) * Float32(short_blocks.end - short_blocks.begin)
         return DecodeShare(long, short * (KEYS_OF_DECODING / self.tile_n))
 
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
@@ -442,8 +444,8 @@ def owner_of(number: Int32, upto: Int32) -> Int32:
     owner = Int32(0)
     for i in cutlass.range_constexpr(5):
         half = 16 >> i
-        of_half = cute.arch.shuffle_sync(upto, owner + half - 1)
-        owner = owner + half if of_half <= number else owner
+        half_sum = cute.arch.shuffle_sync(upto, owner + half - 1)
+        owner = owner + half if half_sum <= number else owner
     return owner
 
 
@@ -456,9 +458,9 @@ def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -
     each other.
     """
     lane, place = cute.arch.lane_idx(), Int32(0)
-    of_first = cute.arch.shuffle_sync(amount, 0)
+    first_amount = cute.arch.shuffle_sync(amount, 0)
     total = cute.arch.shuffle_sync(upto, WARP - 1)
-    if cute.arch.vote_all_sync(amount == of_first or count == 0):
+    if cute.arch.vote_all_sync(amount == first_amount or count == 0):
         if lane == 0:
             place = add_to(places.iterator + amount, total)
         place = cute.arch.shuffle_sync(place, 0) + upto - count
@@ -474,8 +476,8 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
     rank, place = amount * WARP + cute.arch.lane_idx(), Int32(0)
     for first in cutlass.range(0, num_lanes, AT_ONCE):
         for i in cutlass.range_constexpr(AT_ONCE):
-            other, of_other = (cute.arch.shuffle_sync(n, first + i) for n in (rank, count))
-            place += of_other if other < rank else Int32(0)
+            other, other_count = (cute.arch.shuffle_sync(n, first + i) for n in (rank, count))
+            place += other_count if other < rank else Int32(0)
     return place
 
 

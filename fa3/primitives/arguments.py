@@ -1,4 +1,4 @@
-"""Symbolic arguments for compiling kernels: the types of a launch without its sizes."""
+"""Arguments of launches: symbolic ones for compiling, and what kernels get of them."""
 
 import cutlass
 import cutlass.cute as cute
@@ -55,6 +55,11 @@ def scalars(kind: type) -> dict[str, object]:
     """Return the arguments of a launch that are annotated as int or float, by name."""
     values = {int: cutlass.Int32(0), float: cutlass.Float32(0.0)}
     return {name: values[one] for name, one in kind.__annotations__.items() if one in values}
+
+
+def operands_of(kind: type, call: tuple, **named: object) -> tuple:
+    """Return operands of a kernel: `named` fields, and the others from a launch's arguments."""
+    return kind(**{name: getattr(call, name, None) for name in kind._fields} | named)
 
 
 def symbolic_descales(count: int) -> tuple:

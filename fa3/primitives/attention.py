@@ -344,23 +344,6 @@ class Attention:
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit
-    def may_have_failed(self, has_sinks: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether any finished row of this warp may have to be computed again. A quick test."""
-        acc_O = as_rows_and_columns(self.regs.acc_O)
-        return cute.arch.vote_any_sync(not self.softmax.is_sure(acc_O, has_sinks))
-
-    @cute.jit
-    def failed_rows(self, has_sinks: cutlass.Constexpr) -> tuple:
-        """For each finished row of this thread, whether its reference failed."""
-        rules, acc_O = self.rules, as_rows_and_columns(self.regs.acc_O)
-        rows = range(cute.size(self.softmax.row_sum))
-        return tuple(
-            rules.coords.query(r) < rules.sequence.seqlen_q
-            and self.softmax.failed(acc_O[r, None], r, has_sinks)
-            for r in rows
-        )
-
-    @cute.jit
     def is_finite(self, r: cutlass.Constexpr) -> cutlass.Boolean:
         """Whether all columns that this thread holds of finished row r are finite."""
         row = as_rows_and_columns(self.regs.acc_O)[r, None]

@@ -167,12 +167,6 @@ class TmaBlocks:
             cute.group_modes(cute.flat_divide(coords, (box, width)), 0, 2),
         )
 
-    def box_of(self, from_gmem: cute.Tensor, tile, column, page) -> cute.Tensor:
-        """A box of a partition."""
-        if self.is_packed:
-            return from_gmem[None, tile, column]
-        return from_gmem[None, tile, column, page]
-
     def loader(self, keys: Keys):
         """A function (place, stage, barrier) that starts to load the block at `find`'s place.
         Without a stage and a barrier it prefetches the block into L2."""
@@ -183,7 +177,8 @@ class TmaBlocks:
             for i in cutlass.range(self.boxes, unroll=self.copies_at_once):
                 tile, page = self.on_page(place, i)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
-                    box = self.box_of(from_gmem, tile, column, page)
+                    at = (tile, column) if self.is_packed else (tile, column, page)
+                    box = from_gmem[(None, *at)]
                     if cutlass.const_expr(stage is None):
                         cute.prefetch(self.tma.atom, box)
                     else:

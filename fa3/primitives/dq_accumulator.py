@@ -35,7 +35,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.primitives import wgmma
 from fa3.primitives.gradient_mmas import KeyTileStep, columns_of_keys, operand_a, operand_b
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
-from fa3.primitives.tma import add_run, store_run
+from fa3.primitives.tma import ADD, STORE, send_run
 from fa3.primitives.vectors import QUAD
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
@@ -130,9 +130,9 @@ class DqAccumulator(NamedTuple):
         target = self.quads_of(pieces, 0, piece, tile).iterator
         run = cute.make_tensor(source, cute.make_layout(numbers))
         if is_first:
-            store_run(run, target)
+            send_run(STORE, run, target)
         else:
-            add_run(run, target)
+            send_run(ADD, run, target)
 
     @cute.jit
     def clear(self, pieces: cutlass.Constexpr, thread, threads: cutlass.Constexpr, tile):
@@ -150,12 +150,6 @@ class DqAccumulator(NamedTuple):
     def flag_of(self, tile) -> cute.Pointer:
         """The flag or the semaphore of a tile."""
         return self.flags.iterator + self.tiles.number(tile)
-
-    @cute.jit
-    def clear_flag(self, tile, thread):
-        """Set a tile's flag to zero."""
-        if thread == 0:
-            cute.arch.store(self.flag_of(tile), Int32(0))
 
     @cute.jit
     def claim(self, tile, is_zeroed: Int32) -> Boolean:
@@ -262,7 +256,9 @@ class DqReduction:
             is_first = self.wait(tile, rank, state)
             for piece in cutlass.range(self.pieces.count, unroll=1):
                 self.pipelines.staged.consumer_wait(state)
-                self.sync()
+                # Before lane 0 releases a stage: a lane that polls late could see the barrier two
+                # phases on with equal parity, and hang.
+                cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
                     self.dq.reduce(self.pieces, piece, tile, state.index, self.memory, is_first)
                     if cutlass.const_expr(self.adds_two):
@@ -280,7 +276,7 @@ class DqReduction:
                 # It arrives while the warp waits for dQ.
                 rank = self.semaphore.load(following)
                 self.pipelines.added.producer_acquire(added_state)
-                self.sync()
+                cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(0)
                     self.pipelines.added.producer_commit(added_state)
@@ -320,15 +316,10 @@ class DqReduction:
                 is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
         if cutlass.const_expr(self.has_first_store):
             self.pipelines.staged.consumer_wait(state)
-            self.sync()
+            cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 is_first = self.dq.claim(tile, self.is_zeroed)
         return is_first
-
-    def sync(self):
-        """Sync the warp before lane 0 releases a stage.
-        A lane that polls late could see the barrier two phases on with equal parity, and hang."""
-        cute.arch.sync_warp()
 
 
 @cute.jit
@@ -382,10 +373,14 @@ class DqStep(KeyTileStep):
     @cute.jit
     def next(self, ds_state, staged_state):
         """dQ of one query block."""
-        ds, staged = self.pipelines.ds, self.pipelines.staged
+        ds, staged, mma = self.pipelines.ds, self.pipelines.staged, self.operands.mma
         ds.consumer_wait(ds_state)
         for piece in cutlass.range(self.pieces.count, unroll=1):
-            acc = self.product(piece, ds_state)
+            row, column = self.pieces.place(piece)
+            dst = operand_a(mma, self.operands.dst[None, row, None, ds_state.index])
+            kt = operand_b(mma, self.operands.kt[None, column, None, self.k_stage])
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.pieces.width)), Float32)
+            wgmma.issue(mma.op, acc, dst, kt, accumulate=False)
             warpgroup.wait_group(0)
             if piece == self.pieces.count - 1:
                 # dS has been read: its buffer is free before the last piece is written.
@@ -400,14 +395,3 @@ class DqStep(KeyTileStep):
             staged_state.advance()
         ds_state.advance()
         return ds_state, staged_state
-
-    def product(self, piece, ds_state) -> cute.Tensor:
-        """Start a piece of dQ into a fresh accumulator."""
-        row, column = self.pieces.place(piece)
-        mma = self.operands.mma
-        dst = operand_a(mma, self.operands.dst[None, row, None, ds_state.index])
-        kt = operand_b(mma, self.operands.kt[None, column, None, self.k_stage])
-        shape = mma.partition_shape_C((ROWS, self.pieces.width))
-        acc = cute.make_rmem_tensor(shape, Float32)
-        wgmma.issue(mma.op, acc, dst, kt, accumulate=False)
-        return acc

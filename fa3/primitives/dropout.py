@@ -232,9 +232,6 @@ class TransposedDropout:
     seed: tuple[Uint32, Uint32]  # its two words
     coords: TransposedCoords  # name batch and head
 
-    def words(self) -> RandomWords:
-        return RandomWords.of(self.call, self.seed, self.coords.batch, self.coords.head)
-
     def of_pairs(
         self, words: RandomWords, m_block, count: int, in_flight: int
     ) -> Iterator[tuple[int, Uint32]]:
@@ -261,7 +258,8 @@ class TransposedDropout:
         All counters are encrypted at once, but in turn where the block has two parts, which leave
         fewer registers free.
         """
-        masks, words = [None] * count, self.words()
+        coords, masks = self.coords, [None] * count
+        words = RandomWords.of(self.call, self.seed, coords.batch, coords.head)
         in_flight = max(1, count // WORDS // 2 // parts)
         for pair, word in self.of_pairs(words, m_block, count, in_flight):
             masks[pair] = cute.arch.inline_ptx(

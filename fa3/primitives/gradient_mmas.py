@@ -87,7 +87,7 @@ class GradientMmas(NamedTuple):
         """The WGMMAs for a `BackwardConfig` and padded head sizes."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
-        of_p = source.SMEM if config.warpgroups_share_keys else source.RMEM
+        source_p = source.SMEM if config.warpgroups_share_keys else source.RMEM
 
         def mma(a_major, b_major, width: int, a_source=source.SMEM):
             return sm90.make_trivial_tiled_mma(
@@ -96,8 +96,8 @@ class GradientMmas(NamedTuple):
 
         return cls(
             mma(k_major, k_major, config.queries),
-            mma(k_major, mn_major, columns_v // config.column_splits, of_p),
-            mma(k_major, mn_major, columns // config.column_splits, of_p),
+            mma(k_major, mn_major, columns_v // config.column_splits, source_p),
+            mma(k_major, mn_major, columns // config.column_splits, source_p),
         )
 
 

@@ -7,11 +7,13 @@ A thread has 208 registers, of which dK and dV take 128 at head size 128. So P i
 while dP is there, and is read again for dS: it is rounded for dV in any case.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa3.primitives import wgmma
@@ -36,7 +38,7 @@ LSE, DELTA = 0, 1  # which of a row's statistics
 class ColumnStatistics:
     """Log-sum-exps and deltas of a thread's columns."""
 
-    # (queries, 2) in shared memory, of `fa3.primitives.query_tiles.RowStatistics`.
+    # (queries, 2) in shared memory, of `fa3.primitives.query_tiles.statistics_of_tile`.
     numbers: cute.Tensor
     column: Int32  # the thread's first column
     columns: int  # how many it has
@@ -49,18 +51,18 @@ class ColumnStatistics:
         cute.autovec_copy(vector_of(self.numbers[None, which], place, self.at_once), values)
         return values
 
-    def all(self, which: int) -> "tuple[cute.Tensor, ...] | LateReads":
-        """All of them: read now, or each where it is asked for if registers are short."""
-        late = LateReads(self, which)
+    def reader(self, which: int) -> Callable[[int], cute.Tensor]:
+        """`read` for one of the statistics.
+        It reads what is asked for, or has read all before unless registers are short."""
         if self.at_once == PAIR:
-            return late
-        return tuple(late[i] for i in range(self.columns // self.at_once))
+            return partial(self.read, which)
+        return [self.read(which, i) for i in range(self.columns // self.at_once)].__getitem__
 
     @cute.jit
-    def exponentiate(self, scores: cute.Tensor, lses, scale_log2: Float32):
+    def exponentiate(self, scores: cute.Tensor, lses: cutlass.Constexpr, scale_log2: Float32):
         """P = exp(score - lse), in place; `scale_log2` is the power of two of a score of 1."""
         for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
-            lse = lses[begin // self.at_once]
+            lse = lses(begin // self.at_once)
             for i in cutlass.range_constexpr(self.at_once):
                 c = begin + i
                 for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -72,14 +74,14 @@ class ColumnStatistics:
         self,
         p: cute.Tensor,
         dP: cute.Tensor,
-        deltas,
+        deltas: cutlass.Constexpr,
         factors: tuple,
         # Whether P is negative where it is dropped: then dP counts as 0.
         has_dropout: cutlass.Constexpr,
     ):
         """dS = P (dP - delta), in place of dP; and times the derivatives of the scores."""
         for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
-            delta = deltas[begin // self.at_once]
+            delta = deltas(begin // self.at_once)
             for i in cutlass.range_constexpr(self.at_once):
                 c = begin + i
                 for r in cutlass.range_constexpr(cute.size(p, mode=[0])):
@@ -91,17 +93,6 @@ class ColumnStatistics:
                     for k in cutlass.range_constexpr(len(factors)):
                         dS = dS * Float32(factors[k][r, c])
                     dP[r, c] = dS
-
-
-@dataclass(frozen=True)
-class LateReads:
-    """What is read of a thread's columns, each part where it is asked for."""
-
-    statistics: ColumnStatistics
-    which: int
-
-    def __getitem__(self, i: int) -> cute.Tensor:
-        return self.statistics.read(self.which, i)
 
 
 def magnitude(x: Float32) -> Float32:
@@ -143,7 +134,9 @@ class GradientStep(KeyTileStep):
         """One query block, one part of it after another."""
         config, pipelines = self.config, self.pipelines
         # dS of a block has the stage of its Q, and dO if it has as many; a state takes registers.
-        ds_state = self.state_of_producer(q_state)
+        # The producer of dS is a phase ahead.
+        phase = q_state.phase ^ 1
+        ds_state = pipeline.PipelineState(config.stages, q_state.count, q_state.index, phase)
         if cutlass.const_expr(config.do_stages == config.stages):
             do_state = q_state
         states = q_state, do_state, ds_state
@@ -159,9 +152,9 @@ class GradientStep(KeyTileStep):
             # A loop: in one piece of code what the second part reads would be read before the
             # first, for which there are no registers.
             for part in cutlass.range(config.q_splits, unroll=1):
-                of_part = self.of_part(part)
-                statistics = of_part.statistics(q_state)
-                of_part.mma_part(part, m_block, states, statistics, masked)
+                part_step = self.of_part(part)
+                statistics = part_step.statistics(q_state)
+                part_step.mma_part(part, m_block, states, statistics, masked)
                 warpgroup.wait_group(0)
             pipelines.d_out.consumer_release(do_state)
         pipelines.q.consumer_release(q_state)
@@ -187,30 +180,36 @@ class GradientStep(KeyTileStep):
         q_state, do_state, ds_state = states
         k = regs.k[None, None, None, self.k_stage]
         acc_S = self.issue_scores(k, regs.q[None, None, None, part, q_state.index])
-        lses = statistics.all(LSE)
+        lses = statistics.reader(LSE)
         # While the tensor cores compute S.
-        masks = self.masks_of(acc_S, m_block)
+        masks = None
+        if cutlass.const_expr(self.dropout is not None):
+            masks = self.dropout.masks(m_block, cute.size(acc_S) // 2, config.q_splits)
         warpgroup.wait_group(0)
         p = as_rows_and_columns(acc_S)
         factors = self.rules.apply(p, m_block, masked)
         statistics.exponentiate(p, lses, self.rules.unit * LOG2_E)
         rP = self.rounded(acc_S)
-        deltas = statistics.all(DELTA)
+        deltas = statistics.reader(DELTA)
         # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
-        of_dv = self.kept_of(rP, masks)
+        kept_p = rP
+        if cutlass.const_expr(masks is not None):
+            # P becomes negative where it is dropped.
+            kept_p = cute.make_rmem_tensor_like(rP)
+            split_probabilities(rP, kept_p, masks)
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
         qt = regs.qt[None, None, None, part, q_state.index]
         # The dQ warpgroup has read the dS that was here. So has the other MMA warpgroup, with
         # shared keys, and P too: the two have met in the step between.
         pipelines.ds.producer_acquire(ds_state)
         if cutlass.const_expr(config.warpgroups_share_keys):
-            self.write(of_dv, self.smem.p, part, ds_state)
+            self.write(kept_p, self.smem.p, part, ds_state)
             warpgroup.wait_group(0)
         else:
-            wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(of_dv), d_out_t, accumulate=True)
+            wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(kept_p), d_out_t, accumulate=True)
             warpgroup.wait_group(1)
         widen_words(rP, acc_S)
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
@@ -226,15 +225,10 @@ class GradientStep(KeyTileStep):
             pipelines.ds.producer_commit(ds_state)
         if cutlass.const_expr(config.warpgroups_share_keys):
             self.barrier.arrive_and_wait()
-            of_p = regs.p[None, None, None, ds_state.index]
-            of_dk = regs.ds[None, None, None, ds_state.index]
-            wgmma.issue(mmas.dv.op, regs.acc_dV, of_p, d_out_t, accumulate=True)
-            wgmma.issue(mmas.dk.op, regs.acc_dK, of_dk, qt, accumulate=True)
-
-    def state_of_producer(self, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """The state for filling the stage whose turn it is: a producer is a phase ahead."""
-        stages = self.config.stages
-        return pipeline.PipelineState(stages, state.count, state.index, state.phase ^ 1)
+            p_operand = regs.p[None, None, None, ds_state.index]
+            ds_operand = regs.ds[None, None, None, ds_state.index]
+            wgmma.issue(mmas.dv.op, regs.acc_dV, p_operand, d_out_t, accumulate=True)
+            wgmma.issue(mmas.dk.op, regs.acc_dK, ds_operand, qt, accumulate=True)
 
     def statistics(self, q_state) -> ColumnStatistics:
         """The statistics of a block's queries."""
@@ -249,20 +243,6 @@ class GradientStep(KeyTileStep):
         wgmma.issue(self.mmas.scores.op, acc, a, b, accumulate=False)
         return acc
 
-    def masks_of(self, acc_S: cute.Tensor, m_block) -> list[Uint32] | None:
-        """What dropout keeps of a block, for words of P in 16 bits; None without dropout."""
-        if self.dropout is None:
-            return None
-        return self.dropout.masks(m_block, cute.size(acc_S) // 2, self.config.q_splits)
-
-    def kept_of(self, rP: cute.Tensor, masks: list[Uint32] | None) -> cute.Tensor:
-        """What of P dV takes; with dropout P becomes negative where it is dropped."""
-        if masks is None:
-            return rP
-        kept = cute.make_rmem_tensor_like(rP)
-        split_probabilities(rP, kept, masks)
-        return kept
-
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
         """An accumulator in 16 bits."""
         rounded = cute.make_rmem_tensor_like(acc, self.smem.q.element_type)
@@ -273,6 +253,6 @@ class GradientStep(KeyTileStep):
     def write(self, fragment: cute.Tensor, buffer: cute.Tensor, part, state):
         """Write this group's part of P^T or dS^T to shared memory."""
         slab, columns = (0, self.group) if self.config.warpgroups_share_keys else (self.group, part)
-        of_slab = buffer[None, None, state.index * self.config.slabs + slab]
-        target = cute.local_tile(of_slab, (ROWS, self.config.queries), (0, columns))
+        slab_buffer = buffer[None, None, state.index * self.config.slabs + slab]
+        target = cute.local_tile(slab_buffer, (ROWS, self.config.queries), (0, columns))
         write_fragment(fragment, self.mmas.scores, self.thread, target)

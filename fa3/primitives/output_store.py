@@ -314,25 +314,25 @@ class PartMerge:
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             self.counter.reset()
-        own = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(FLOATS))
-        vectors = cute.size(own, mode=[1])
+        vectors_O = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(FLOATS))
+        vectors = cute.size(vectors_O, mode=[1])
         merged_lse = cute.make_rmem_tensor(ROWS_OF_THREAD, Float32)
         step = vectors_at_once(vectors, registers)
         for begin in cutlass.range_constexpr(0, vectors, step):
-            mine = cute.local_tile(own, (FLOATS, step), (0, begin // step))
+            mine = cute.local_tile(vectors_O, (FLOATS, step), (0, begin // step))
             self.merge_vectors(mine, begin, lse, merged_lse, sinks)
         return merged_lse
 
     @cute.jit
     def merge_vectors(
         self,
-        own: cute.Tensor,
+        vectors_O: cute.Tensor,
         begin: cutlass.Constexpr,
         lse: cute.Tensor,
         merged_lse: cute.Tensor,
         sinks: tuple | None,
     ):
-        """Merge all parts' vectors from `begin` on into `own`, which holds this part's."""
+        """Merge all parts' vectors from `begin` on into `vectors_O`, which holds this part's."""
         lane, warp, part = cute.arch.lane_idx(), self.warp, self.part
         rows = range(ROWS_OF_THREAD)
         # For each row: the largest base-2 log-sum-exp so far, and the sum of exp2(lse - largest).
@@ -342,18 +342,18 @@ class PartMerge:
         if cutlass.const_expr(sinks is not None):
             for r in rows:
                 maximum[r], total[r] = sinks[r], Float32(1.0)
-        merged, other = (cute.make_rmem_tensor(own.shape, Float32) for _ in range(2))
+        merged, other = (cute.make_rmem_tensor(vectors_O.shape, Float32) for _ in range(2))
         merged.fill(0.0)
         log_sums = cute.make_rmem_tensor(FLOATS, Float32)
         log_sums.fill(0.0)
         for i in cutlass.range(part.num_parts):
             slot = part.first_slot + i
             if slot == part.slot:
-                other.store(own.load())
+                other.store(vectors_O.load())
                 for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                     log_sums[r] = lse[r] * LOG2_E
             else:
-                for n in cutlass.range_constexpr(cute.size(own, mode=[1])):
+                for n in cutlass.range_constexpr(cute.size(vectors_O, mode=[1])):
                     cute.autovec_copy(self.parts[None, lane, begin + n, warp, slot], other[None, n])
                 last = cute.size(self.parts, mode=[2]) - 1
                 cute.autovec_copy(self.parts[None, lane, last, warp, slot], log_sums)
@@ -363,12 +363,12 @@ class PartMerge:
                 correction = cute.math.exp2(maximum[r] - reference, fastmath=True)
                 weight = cute.math.exp2(log_sums[r] - reference, fastmath=True)
                 maximum[r], total[r] = larger, total[r] * correction + weight
-                of_row, added = row_of(merged, r), row_of(other, r)
-                of_row.store(of_row.load() * correction + added.load() * weight)
+                row, added = row_of(merged, r), row_of(other, r)
+                row.store(row.load() * correction + added.load() * weight)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             hidden = total[r] == 0.0
             inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(total[r])
-            row_of(own, r).store(row_of(merged, r).load() * inverse)
+            row_of(vectors_O, r).store(row_of(merged, r).load() * inverse)
             log2_sum = finite(maximum[r]) + cute.math.log2(total[r], fastmath=True)
             merged_lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
 

@@ -1,8 +1,8 @@
 """Query tiles of the backward pass: their numbers, their rows' statistics, and their order.
 
-`RowStatistics`: the log-sum-exp and the delta of each row. `fa3.kernels.backward_preprocess` writes
-them; the backward kernel loads the statistics of a tile in one run. The other thing that is kept of
-each tile is in `fa3.primitives.dq_accumulator`.
+`statistics_of_tile`: the log-sum-exp and the delta of each row. `fa3.kernels.backward_preprocess`
+writes them; the backward kernel loads the statistics of a tile in one run. The other thing that is
+kept of each tile is in `fa3.primitives.dq_accumulator`.
 
 Where key tiles add to dQ in a fixed order, CTAs also take them in this order. At every query block
 a key tile waits for the key tile before it. Under a causal mask there are two orders in which it
@@ -35,12 +35,12 @@ PAIR = 2  # neighbouring columns of an accumulator that a thread has
 class QueryTiles(NamedTuple):
     """Numbers the query tiles (m_block, head, batch) of sequences of equal lengths."""
 
-    num_m_blocks: Int32
+    tiles_per_head: Int32
     num_heads: Int32
 
     def number(self, tile) -> Int64:
         m_block, head, batch = tile
-        return Int64(m_block) + self.num_m_blocks * (head + self.num_heads * Int64(batch))
+        return Int64(m_block) + self.tiles_per_head * (head + self.num_heads * Int64(batch))
 
     def at(self, tile: int, segment) -> "QueryTiles":
         """The numbers for a segment's sequence, of query tiles or of key tiles."""
@@ -88,24 +88,14 @@ def number_of_packed_tiles(total_q, num_sequences, tile_m: int):
     return first_packed_tile(tile_m, total_q, num_sequences)
 
 
-class RowStatistics(NamedTuple):
-    """The statistics of all tiles; `buffer` is (tiles * STATISTICS * tile_m,)."""
-
-    buffer: cute.Tensor
-    tiles: QueryTiles | PackedQueryTiles
-
-    def at(self, tile_m: int, segment) -> "RowStatistics":
-        """The statistics for a segment's sequence."""
-        return self._replace(tiles=self.tiles.at(tile_m, segment))
-
-    def of_tile(self, tile_m: int, tile) -> cute.Tensor:
-        """(tile_m, STATISTICS): log-sum-exp in powers of two, and delta, by `place_of_row`.
-        A row that sees no key, or that is past the last query, has inf and 0, so that its P is 0.
-        """
-        begin = self.tiles.number(tile) * (STATISTICS * tile_m)
-        return cute.make_tensor(
-            (self.buffer.iterator + begin).align(16), cute.make_layout((tile_m, STATISTICS))
-        )
+def statistics_of_tile(buffer: cute.Tensor, tile_m: int, number: Int64) -> cute.Tensor:
+    """(tile_m, STATISTICS): log-sum-exp in powers of two, and delta, by `place_of_row`.
+    `buffer` has them by the numbers of tiles. A row that sees no key, or that is past the last
+    query, has inf and 0, so that its P is 0."""
+    begin = number * (STATISTICS * tile_m)
+    return cute.make_tensor(
+        (buffer.iterator + begin).align(16), cute.make_layout((tile_m, STATISTICS))
+    )
 
 
 def place_of_row(row, at_once: int):

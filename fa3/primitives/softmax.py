@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import Enum
+from operator import add
 from typing import ClassVar
 
 import cutlass
@@ -78,10 +79,6 @@ def quad_reduce(value: Float32, op: cutlass.Constexpr) -> Float32:
     return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
-def add(a, b):
-    return a + b
-
-
 @cute.jit
 def sum_of_squares(row: cute.Tensor, factor: cutlass.Constexpr) -> Float32:
     """Sum of (factor * x)^2 over this thread's part of a row."""
@@ -151,25 +148,25 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(num_rows):
             is_missing = is_missing or references[r] == -Float32.inf
         if cute.arch.vote_any_sync(is_missing):
-            found = self.references(scores, shifts, sees)
+            fresh = self.references(scores, shifts, sees)
             for r in cutlass.range_constexpr(num_rows):
-                references[r] = found[r] if references[r] == -Float32.inf else references[r]
+                references[r] = fresh[r] if references[r] == -Float32.inf else references[r]
 
     @cute.jit
     def references(
         self, scores: cute.Tensor, shifts: tuple | None, sees: cutlass.Constexpr
     ) -> cute.Tensor:
         """The rows' references from one block alone; -inf for a row that sees no key in it."""
-        found, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
+        references, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
         maxima = self.maxima(scores, shifts, None if sees is None else GUESSED)
-        for r in cutlass.range_constexpr(cute.size(found)):
+        for r in cutlass.range_constexpr(cute.size(references)):
             reference = quad_reduce(maxima[r], cute.arch.fmax) + margin
             if cutlass.const_expr(sees is not None):
                 # All guessed columns are -inf though keys are seen: try 0. If bad, the row fails.
                 no_guess = reference == -Float32.inf and sees(r)
                 reference = Float32(0.0) if no_guess else reference
-            found[r] = reference
-        return found
+            references[r] = reference
+        return references
 
     @property
     def margin(self):
@@ -299,8 +296,12 @@ class OnlineSoftmax:
         if may_be_faint or (row_sum >= SURE and not square <= STRONG**2):
             # True zeros do not fail. Times 2**100, the square of any other output is not 0.
             failed = failed or sum_of_squares(row, 2.0**100) != 0.0 or row_sum < LEAST_OF_ZEROS
-        # A row that saw no key rightly has the sum 0.
-        return failed and not self.saw_nothing(r)
+        # A row that saw no key rightly has the sum 0. With bounded scores a sum of 0 tells: no term
+        # vanishes.
+        is_empty = row_sum == 0.0
+        if cutlass.const_expr(self.reference is not RowMax.ZERO):
+            is_empty = is_empty and self.row_max[r] == -Float32.inf
+        return failed and not is_empty
 
     @cute.jit
     def is_sure(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
@@ -316,14 +317,6 @@ class OnlineSoftmax:
             one, other = (cute.arch.fmax(acc[r, 0], -acc[r, 0]) for r in range(2))
             is_sure = is_sure and cute.arch.fmin(one, other) >= FAINT
         return is_sure
-
-    @cute.jit
-    def saw_nothing(self, r: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether row r saw no key. With bounded scores a sum of 0 tells: no term vanishes."""
-        is_empty = self.row_sum[r] == 0.0
-        if cutlass.const_expr(self.reference is not RowMax.ZERO):
-            is_empty = is_empty and self.row_max[r] == -Float32.inf
-        return is_empty
 
 
 class FixedSoftmax(OnlineSoftmax):

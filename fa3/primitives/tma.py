@@ -13,8 +13,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa3.primitives.vectors import FLOAT_BYTES
 
-PACKED_RANK = 3
-"""Dimensions of a packed tensor: rows, heads, columns. Dense ones and caches have a batch, too."""
+RANK = 4
+"""Dimensions of a tensor: batch, rows, heads, columns. Packed ones have no batch."""
 
 ROWS_END = 2**30  # the row after the last one of every sequence, in a tensor of `ragged_tma_view`
 WRAP = 2**34  # WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits
@@ -64,10 +64,10 @@ def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
-def in_batch(tensor: cute.Tensor | None) -> cute.Tensor | None:
-    """A tensor of packed sequences in a batch of one."""
-    if tensor is None:
-        return None
+def in_batch(tensor: cute.Tensor | None, rank: int = RANK) -> cute.Tensor | None:
+    """A tensor of so many dimensions; packed sequences are in a batch of one."""
+    if tensor is None or cute.rank(tensor) == rank:
+        return tensor
     layout = cute.prepend(tensor.layout, cute.make_layout(1))
     return cute.make_tensor(tensor.iterator, layout)
 
@@ -75,8 +75,7 @@ def in_batch(tensor: cute.Tensor | None) -> cute.Tensor | None:
 def rows_first(tensor: cute.Tensor) -> cute.Tensor:
     """(rows, head_dim, heads, batch) of a tensor (batch, rows, heads, head_dim).
     Packed sequences, in (rows, heads, head_dim), get a batch of one."""
-    if cute.rank(tensor) == PACKED_RANK:
-        tensor = in_batch(tensor)
+    tensor = in_batch(tensor)
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
 
 
@@ -104,14 +103,14 @@ class TmaTensor(NamedTuple):
         columns.
         """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
-        of_head = rows.of_head(self.coords, head)
-        columns = cute.size(of_head, mode=[1])
+        head_rows = rows.of_head(self.coords, head)
+        columns = cute.size(head_rows, mode=[1])
         if column * tile[1] >= columns:
             raise ValueError(
                 f"column must be below {-(-columns // tile[1])}, the head's tiles of {tile[1]} "
                 f"columns, got {column}"
             )
-        gmem = cute.local_tile(of_head, tile, (None, column))
+        gmem = cute.local_tile(head_rows, tile, (None, column))
         return cpasync.tma_partition(
             self.atom,
             rank,
@@ -173,21 +172,14 @@ def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
         )
 
 
-@cute.jit
-def store_run(source: cute.Tensor, target: cute.Pointer):
-    """Copy contiguous fp32 numbers in shared memory to global memory; otherwise as `add_run`."""
-    send_run("cp.async.bulk.global.shared::cta.bulk_group", source, target)
-
-
-@cute.jit
-def add_run(source: cute.Tensor, target: cute.Pointer):
-    """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
-    One thread calls it, which also waits for the group; alignment is as for `load_run`."""
-    send_run("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", source, target)
+STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+"""Instructions of `send_run`: a copy, and an addition to what is in global memory."""
 
 
 def send_run(instruction: str, source: cute.Tensor, target: cute.Pointer):
-    """Issue a bulk instruction from shared to global memory, and commit its group."""
+    """Copy contiguous fp32 numbers from shared to global memory, or add them; a bulk group.
+    One thread calls it, which also waits for the group; alignment is as for `load_run`."""
     cute.arch.inline_ptx(
         f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
         read_only_args=[

@@ -1,6 +1,8 @@
 """Rows as vectors of 16 bytes, the most that a thread moves at once."""
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 VECTOR = 8  # 16-bit elements of a vector
 QUAD = 4  # 32-bit elements of a vector
@@ -22,3 +24,12 @@ def as_elements(vector: cute.Tensor, dtype) -> cute.Tensor:
     if vector.element_type is dtype:
         return vector
     return vector_of(cute.recast_tensor(vector, dtype), 0)
+
+
+@cute.jit
+def store_words(words: tuple, target: cute.Pointer):
+    """Write int32 words to global memory at once; their bytes are a multiple of 16."""
+    values = cute.make_rmem_tensor(len(words), Int32)
+    for i in cutlass.range_constexpr(len(words)):
+        values[i] = words[i]
+    cute.autovec_copy(values, cute.make_tensor(target.align(16), cute.make_layout(len(words))))
