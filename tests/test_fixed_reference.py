@@ -339,7 +339,7 @@ def test_warpgroups_without_a_block_in_common(window, tiling, fixed, device):
 
 
 def test_values_as_large_as_the_sum_of_all_keys_allows(device):
-    """A following reference overflows here; sums of the fixed one are small: no row fails."""
+    """The online softmax overflows here; sums of the fixed one are small: no row fails."""
     problem = make_problem(1, 256, 1024, 1, 2, 128)
     q, k, v = make_operands(problem, device=device)
     q, v = q * 0, v * 0 + 2.0**120

@@ -225,8 +225,8 @@ FIXED_FLOPS = 1.5e10
 takes."""
 
 REFERENCE = SETTINGS["FA3_REFERENCE"]
-"""The softmax's reference: "following", the running maximum, never fails and costs 5-12% of a
-call; "auto" lets the planner choose it or a fixed reference."""
+"""Which row max calls have. With "following" always the running one (online softmax), which never
+fails and costs 5-12% of a call. With "auto" the planner chooses between it and a fixed one."""
 
 
 def takes_fixed_reference(spec: AttentionSpec) -> bool:
@@ -279,14 +279,14 @@ def alternatives(spec: AttentionSpec) -> list[Tiling]:
 
 
 def general_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling for sequences of any length, in single CTAs, with a following reference."""
+    """The tiling for sequences of any length, in single CTAs, with the online softmax."""
     return replace(alternatives(spec)[-1].config, cluster_m=1)
 
 
 def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling with a warpgroup for each half of a tile, in single CTAs, with a following
-    reference: for tiles that sequences share, and for keys in a cache, whose producer needs
-    registers to find pages and whose queries come in chunks of few tiles."""
+    """The tiling with a warpgroup for each half of a tile, in single CTAs, with the online softmax.
+    For tiles that sequences share, and for keys in a cache: there the producer needs registers to
+    find pages, and queries come in chunks of few tiles."""
     rows = (row.config for row in TILINGS if row.config.consumers == HALVES and row.fits(spec))
     return replace(next(rows), cluster_m=1)
 
