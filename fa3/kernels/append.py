@@ -249,15 +249,7 @@ class Append(KernelBase):
                 self.rotate_query(index, new, tables)
 
     @cute.jit
-    def append(
-        self,
-        index,
-        new: NewTokens,
-        tokens: cute.Tensor,
-        cache: cute.Tensor,
-        tables: tuple | None,
-        scales: cute.Tensor | None,
-    ):
+    def append(self, index, new: NewTokens, tokens, cache, tables: tuple | None, scales):
         """Write vector `index` of the new keys or values into the cache."""
         row, vector = row_and_vector(index, cache.shape[3])
         token, head = row // cache.shape[2], row % cache.shape[2]
@@ -352,14 +344,7 @@ def rotate_pairs(values: cute.Tensor, cos_row: cute.Tensor, sin_row: cute.Tensor
 
 
 @cute.jit
-def rotate_halves(
-    values: cute.Tensor,
-    source: cute.Tensor,
-    cos_row: cute.Tensor,
-    sin_row: cute.Tensor,
-    vector: Int32,
-    half: cutlass.Constexpr,
-):
+def rotate_halves(values, source, cos_row, sin_row, vector: Int32, half: cutlass.Constexpr):
     """Rotate a vector with its partner, in the other half of the columns.
     The halves are of a row's first 2 * `half` columns."""
     is_first = vector * VECTOR < half

@@ -66,14 +66,10 @@ class FusedPrePostprocess(NamedTuple):
     # ------------------------------------------------------------------------------- preprocessing
 
     @cute.jit
-    def preprocess(
-        self,
-        kernel: cutlass.Constexpr,
-        ticket: cute.Tensor,  # (1,), int32 in shared memory, for the number of the next share
-        warp_idx: Int32,
-    ):
+    def preprocess(self, kernel: cutlass.Constexpr, ticket: cute.Tensor, warp_idx: Int32):
         """Preprocess the remaining queries, if this CTA is one of the first; all warps call this.
-        A CTA that is done takes another share, which may belong to a CTA that cannot run yet."""
+        A CTA that is done takes another share, which may belong to a CTA that cannot run yet. Its
+        number goes through `ticket` in shared memory."""
         if self.call.num_tiles < self.groups.num_tiles:
             shares = cutlass.min(Int32(PREPROCESS_SHARES), cute.arch.grid_dim()[0])
             warps = kernel.config.threads // WARP
@@ -140,15 +136,12 @@ class FusedPrePostprocess(NamedTuple):
         """Wait until a head group's flag is at least `count`; a warp calls this."""
         flag, value = place_of_group_flag(group, which), Int32(-1)
         while value < count:
-            value = cute.arch.load(
-                self.call.counters.iterator + flag, Int32, sem="acquire", scope="gpu"
-            )
+            place = self.call.counters.iterator + flag
+            value = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
         cute.arch.sync_warp()
 
     @cute.jit
-    def wait_until_accumulated(
-        self, kernel: cutlass.Constexpr, tile: Int32, complete: Int32, order
-    ) -> Int32:
+    def wait_until_accumulated(self, kernel: cutlass.Constexpr, tile, complete, order) -> Int32:
         """Wait, unless `complete`, until all key tiles of a query tile's head group have added.
         Where packed sequences use no keys, no key tile has waited for the preprocessing. So this
         waits for it, too. Returns the head group."""
@@ -161,15 +154,11 @@ class FusedPrePostprocess(NamedTuple):
     # -------------------------------------------------------------------------------- dQ conversion
 
     @cute.jit
-    def convert_dq(
-        self,
-        kernel: cutlass.Constexpr,
-        order,  # of the key tiles
-    ):
+    def convert_dq(self, kernel: cutlass.Constexpr, order):
         """Write dQ piece by piece until none is left; one warp calls this.
-        Half of a piece is always on its way from memory."""
+        Half of a piece is always on its way from memory. `order` is of the key tiles."""
         config, pieces = kernel.config, kernel.pieces
-        convert = ConvertDq.of(kernel, self.call, self.dq, self.scale)
+        convert = ConvertDq.of(kernel, self)
         count = self.groups.num_tiles * pieces.count
         number, complete = self.first_lanes(self.take_piece()), Int32(-1)
         tile, piece = self.piece(config, pieces, cutlass.min(number, count - 1))
@@ -239,10 +228,7 @@ class ConvertDq:
     """
 
     kernel: object  # the `Backward` kernel
-    call: QueryRows
-    # dq, scale: of `FusedPrePostprocess`.
-    dq: cute.Tensor
-    scale: Float32
+    fused: FusedPrePostprocess  # names the accumulator, dQ, and the factor between them
     # (4, quads, parts, 2), the loaded elements; two halves, so that the next rows are on their way
     # while the present ones are written.
     values: cute.Tensor
@@ -250,16 +236,16 @@ class ConvertDq:
     pieces: DqPieces  # of a tile
 
     @classmethod
-    def of(cls, kernel, call, dq, scale) -> "ConvertDq":
+    def of(cls, kernel, fused: FusedPrePostprocess) -> "ConvertDq":
         halves, pieces = WARPS // LOADED_AT_ONCE, kernel.pieces
         values = cute.make_rmem_tensor((QUAD, pieces.quads, LOADED_AT_ONCE, halves), Float32)
-        return cls(kernel, call, dq, scale, values, pieces)
+        return cls(kernel, fused, values, pieces)
 
     @cute.jit
     def load(self, tile: QueryTile, piece, half: cutlass.Constexpr, second=None):
         """Load half of a piece, all of it in flight at once.
         `second` is the second accumulator and where its elements go."""
-        accumulator, values = self.call.dq(tile.tiles), self.values[None, None, None, half]
+        accumulator, values = self.fused.call.dq(tile.tiles), self.values[None, None, None, half]
         if cutlass.const_expr(second is not None):
             accumulator, values = second
         for i in cutlass.range_constexpr(LOADED_AT_ONCE):
@@ -272,10 +258,10 @@ class ConvertDq:
     def add_second(self, tile: QueryTile, piece, has_first, half: cutlass.Constexpr):
         """Add the second accumulator to a loaded half of a piece; either may have no value."""
         values, kernel = self.values[None, None, None, half], self.kernel
-        second = self.call.dq(tile.tiles).one_of(self.pieces, kernel.accumulators, 1)
+        second = self.fused.call.dq(tile.tiles).one_of(self.pieces, kernel.accumulators, 1)
         others = cute.make_rmem_tensor_like(values)
         self.load(tile, piece, half, (second, others))
-        has_second = second.has_value(tile.tile, self.call.dq_is_zeroed)
+        has_second = second.has_value(tile.tile, self.fused.call.dq_is_zeroed)
         for i in cutlass.range_constexpr(cute.size(values)):
             first = values[i] if has_first else Float32(0.0)
             values[i] = first + (others[i] if has_second else Float32(0.0))
@@ -293,7 +279,7 @@ class ConvertDq:
     @cute.jit
     def write_part(self, tile: QueryTile, piece, part: cutlass.Constexpr, values, has_value):
         """Write 16 rows of a piece."""
-        lane = cute.arch.lane_idx()
+        lane, dq = cute.arch.lane_idx(), self.fused.dq
         is_lower, is_right = lane % 2 == 1, lane // 2 % 2 == 1
         down, right = self.pieces.place(piece)
         row = down * ROWS + part * ROWS_OF_WARP + lane // QUAD + (8 if is_lower else 0)
@@ -305,10 +291,8 @@ class ConvertDq:
             pairs = [four_columns(words, j, is_lower) for j in (i, i + 1)]
             vector = eight_columns(*pairs, is_right)
             column = right * (self.pieces.width // VECTOR) + i + (1 if is_right else 0)
-            if query >= 0 and query < tile.owned and column * VECTOR < cute.size(self.dq, mode=[3]):
-                target = vector_of(
-                    self.dq[tile.batch, tile.begin + query, tile.tile.head, None], column
-                )
+            if query >= 0 and query < tile.owned and column * VECTOR < cute.size(dq, mode=[3]):
+                target = vector_of(dq[tile.batch, tile.begin + query, tile.tile.head, None], column)
                 place = cute.recast_ptr(target.iterator.align(16), dtype=Uint32)
                 cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(QUAD)))
 
@@ -316,8 +300,8 @@ class ConvertDq:
         """A lane's elements of 16 rows, scaled and in 16 bits.
         There is a word for each row of a quad."""
         scaled = cute.make_rmem_tensor((QUAD, self.pieces.quads), Float32)
-        scaled.store(values.load() * self.scale)
-        rounded = cute.make_rmem_tensor_like(scaled, self.dq.element_type)
+        scaled.store(values.load() * self.fused.scale)
+        rounded = cute.make_rmem_tensor_like(scaled, self.fused.dq.element_type)
         convert_words(scaled, rounded)
         return words_of(rounded)
 

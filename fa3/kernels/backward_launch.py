@@ -185,10 +185,10 @@ class PassArguments(NamedTuple):
     num_clusters: int  # the number of CTAs to launch
     # dq_at, table_at, counters_at, dq_flags_at: where these begin in the buffer, multiples of 4.
     # Without a table `table_at` is `counters_at`.
-    dq_at: object
-    table_at: object
-    counters_at: object
-    dq_flags_at: object
+    dq_at: Int64
+    table_at: Int64
+    counters_at: Int64
+    dq_flags_at: Int64
     dropout: DropoutArguments | None  # see `DropoutArguments`; None without
     groups_preprocessed: int  # head groups that `BackwardPreprocess` does
     # capacity to seqused_k: of packed sequences, see `TileTableArguments`; None without.
@@ -222,17 +222,13 @@ class PassArguments(NamedTuple):
         spec, vector = kernel.spec, arguments.int32_vector
         batches = () if kernel.is_ragged else (cute.sym_int(),)
         seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
-        lse_type = "float32", (*batches, heads_q, seqlen_q)
+        queries, keys, lse_shape = (seqlen_q, heads_q), (seqlen_k, heads_kv), (heads_q, seqlen_q)
         gradient_type = "float32" if kernel.writes_fp32 else spec.dtype
 
-        def of_queries(columns: int):
-            return arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, columns))
-
-        def of_keys(columns: int, dtype: str = spec.dtype):
-            return arguments.tma_tensor(dtype, (*batches, seqlen_k, heads_kv, columns))
+        def tensor(rows: tuple, columns: int, dtype: str = spec.dtype):
+            return arguments.tma_tensor(dtype, (*batches, *rows, columns))
 
         named = arguments.scalars(cls)
-        named |= dict.fromkeys(("dq_at", "table_at", "counters_at", "dq_flags_at"), Int64(0))
         if kernel.splits:
             named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
             named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
@@ -243,16 +239,16 @@ class PassArguments(NamedTuple):
             named |= {"cu_seqlens_q": vector(), "seqused_q": vector(exists=kernel.has_used_q)}
         return cls(
             **named,
-            q=of_queries(spec.head_dim),
-            k=of_keys(spec.head_dim),
-            v=of_keys(spec.head_dim_v),
-            out=of_queries(spec.head_dim_v),
-            lse=arguments.compact_tensor(*lse_type),
-            d_out=of_queries(spec.head_dim_v),
-            d_lse=arguments.compact_tensor(*lse_type),
-            dq=of_queries(spec.head_dim),
-            dk=of_keys(spec.head_dim, gradient_type),
-            dv=of_keys(spec.head_dim_v, gradient_type),
+            q=tensor(queries, spec.head_dim),
+            k=tensor(keys, spec.head_dim),
+            v=tensor(keys, spec.head_dim_v),
+            out=tensor(queries, spec.head_dim_v),
+            lse=arguments.compact_tensor("float32", (*batches, *lse_shape)),
+            d_out=tensor(queries, spec.head_dim_v),
+            d_lse=arguments.compact_tensor("float32", (*batches, *lse_shape)),
+            dq=tensor(queries, spec.head_dim),
+            dk=tensor(keys, spec.head_dim, gradient_type),
+            dv=tensor(keys, spec.head_dim_v, gradient_type),
             buffer=arguments.float32_buffer(),
             modifiers=arguments.symbolic_modifiers(spec),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,

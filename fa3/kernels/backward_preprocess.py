@@ -114,8 +114,7 @@ class TilePreprocess:
             self.call.dq(tile.tiles).clear(pieces, thread, self.warps * WARP, tile.tile)
         for i in cutlass.range_constexpr(flags):
             dq = self.call.dq(tile.tiles).one_of(pieces, flags, i)
-            if thread == 0:
-                cute.arch.store(dq.flag_of(tile.tile), Int32(0))
+            dq.clear_flag(tile.tile, thread)
         number = tile.tiles.number(tile.tile)
         statistics = statistics_of_tile(call.statistics, config.tile_m, number)
         totals = self.totals_of_rows()

@@ -138,7 +138,7 @@ class CombineArguments(NamedTuple):
     # are packed.
     o: object
     # Address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
-    lse: int
+    lse: Int64
     sinks: object = None  # (heads,), or None
     # dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
     # heads) float32; None for the decode kernel's parts.
@@ -167,7 +167,7 @@ class CombineArguments(NamedTuple):
                 ),
             }
         return cls(
-            **arguments.scalars(cls) | source | {"lse": Int64(0)},
+            **arguments.scalars(cls) | source,
             o=arguments.tma_tensor(kernel.dtype, (*rows, heads, kernel.head_dim_v)),
             sinks=arguments.strided_tensor(kernel.sinks, 1) if kernel.sinks else None,
         )

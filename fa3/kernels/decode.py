@@ -324,11 +324,9 @@ class Decode(DecodeMemory):
             cursor = walk.first()
             if walk.is_valid(cursor):
                 keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
-                page_table, policy = operands.tables.page_table, Int64(EVICT_NORMAL)
-                blocks_k, blocks_v = (
-                    TmaBlocks(cache, buffer, page_table, self.box, policy, is_early=True)
-                    for cache, buffer in ((operands.k, smem.k.loaded), (operands.v, smem.v.loaded))
-                )
+                pages = operands.tables.page_table, self.box, Int64(EVICT_NORMAL)
+                blocks_k = TmaBlocks(operands.k, smem.k.loaded, *pages, is_early=True)
+                blocks_v = TmaBlocks(operands.v, smem.v.loaded, *pages, is_early=True)
                 prefetch_k, prefetch_v = blocks_k.loader(keys), blocks_v.loader(keys)
                 begin, last = walk.lengths.blocks_at(walk, cursor)
                 for i in cutlass.range(cutlass.min(last - begin + 1, EARLY_BLOCKS)):

@@ -56,7 +56,7 @@ class DecodeArguments(NamedTuple):
     o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
     # Address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
     # (heads_q, total_q) if packed.
-    lse: int
+    lse: Int64
     cu_seqlens_q: object  # (batch + 1,) int32, where packed queries begin and end; None without
     seqused_q: object  # (batch,) int32, packed queries that count; None for all
     cu_seqlens_k: object  # (batch + 1,) int32, where packed keys begin and end; None without
@@ -74,7 +74,7 @@ class DecodeArguments(NamedTuple):
     descales: tuple | None
     workspace: object  # float32, receives parts of tiles; None if tiles are never cut
     # Address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
-    counters: int
+    counters: Int64
     softmax_scale: float  # factor of Q K^T
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
@@ -102,9 +102,9 @@ class DecodeArguments(NamedTuple):
         queries = (seqlen_q,) if kernel.is_packed else (batch, seqlen_q)
         ends, kv_dtype = cute.sym_int(), FP8 if cache.is_fp8 else spec.dtype
         q_dtype = FP8 if kernel.has_fp8_q else spec.dtype
-        vector, address = arguments.int32_vector, Int64(0)
+        vector = arguments.int32_vector
         return cls(
-            **arguments.scalars(cls) | {"lse": address, "counters": address},
+            **arguments.scalars(cls),
             q=arguments.tma_tensor(q_dtype, (*queries, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(kv_dtype, (*rows, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(kv_dtype, (*rows, heads_kv, spec.head_dim_v)),

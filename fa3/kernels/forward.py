@@ -164,7 +164,7 @@ class Forward(AttentionKernel):
             call.softmax_scale,
             sequences,
         )
-        order = self.order(call, config.cluster_m, config.cluster_h)
+        order = self.order(call, config)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel(operands, schedule, call.overlaps_decode, call.online_max).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
@@ -207,28 +207,21 @@ class Forward(AttentionKernel):
         """The batch of the tensors; packed sequences are in one."""
         return 1 if self.schedule_type.is_ragged else call.q.shape[0]
 
-    def order(
-        self, call: ForwardArguments, cluster_m: int = 1, cluster_h: int = 1
-    ) -> KernelOrder | RaggedOrder:
-        """The order of the tiles of clusters, or of single CTAs."""
-        if self.packs_sequences:
-            return self.ragged_order(MultiSequenceOrder, call.schedule_state, call)
-        if self.schedule_type.is_ragged:
-            return self.ragged_order(RaggedOrder, call.table, call)
+    def order(self, call: ForwardArguments, config: ForwardConfig) -> KernelOrder | RaggedOrder:
+        """The order of the tiles of the clusters of a config, which may be `recompute`."""
         rows_q, heads_q, _ = call.q.shape[-3:]
+        if self.schedule_type.is_ragged:
+            kind, table = RaggedOrder, call.table
+            if self.packs_sequences and config is self.config:
+                kind, table = MultiSequenceOrder, call.schedule_state
+            ratio = heads_q // call.k.shape[-2]
+            return kind.of(table, Divisor.of(heads_q), ratio, call.heads_per_section)
         return KernelOrder.of(
-            cute.ceil_div(rows_q, self.config.tile_m * cluster_m),
-            heads_q // cluster_h,
+            cute.ceil_div(rows_q, config.tile_m * config.cluster_m),
+            heads_q // config.cluster_h,
             self.batch(call),
-            call.heads_per_section * (self.config.cluster_h // cluster_h),
+            call.heads_per_section * (self.config.cluster_h // config.cluster_h),
         )
-
-    def ragged_order(
-        self, kind: type[RaggedOrder], table: cute.Tensor, call: ForwardArguments
-    ) -> RaggedOrder:
-        """The order of the tiles that a table has."""
-        heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
-        return kind.of(table, Divisor.of(heads_q), heads_q // heads_kv, call.heads_per_section)
 
     def marks(self, call: ForwardArguments) -> RecomputeMask | None:
         """The marks of rows of Q; None if there are none. They are by the tiles of the launch that
@@ -236,9 +229,7 @@ class Forward(AttentionKernel):
         words = call.schedule_state if self.is_recompute else call.marks
         if words is None:
             return None
-        if self.packs_sequences:
-            return RecomputeMask(words, self.ragged_order(RaggedOrder, call.table, call))
-        return RecomputeMask(words, self.order(call))
+        return RecomputeMask(words, self.order(call, self.config.recompute))
 
     def part_merge(self, call: ForwardArguments) -> PartMerge | None:
         """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""

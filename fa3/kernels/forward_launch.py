@@ -180,7 +180,7 @@ class ForwardArguments(NamedTuple):
     o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
     # Address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
     # (heads_q, total_q) if packed.
-    lse: int
+    lse: Int64
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
     softmax_scale: float  # factor of Q K^T
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
@@ -225,7 +225,7 @@ class ForwardArguments(NamedTuple):
             dtype_k = FP8 if cache.is_fp8 else spec.dtype
         vector, can_mark = arguments.int32_vector, kernel.config.fixed_reference
         return cls(
-            **arguments.scalars(cls) | {"lse": Int64(0)},
+            **arguments.scalars(cls),
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim_v)),
@@ -235,9 +235,7 @@ class ForwardArguments(NamedTuple):
             part_buffer=arguments.float32_buffer(schedule.splits),
             part_counters=vector(exists=schedule.splits),
             marks=vector(exists=can_mark or kernel.packs_sequences),
-            recording=arguments.compact_tensor("int64", (cute.sym_int(),))
-            if kernel.is_recorded
-            else None,
+            recording=vector(exists=kernel.is_recorded, dtype="int64"),
             table=vector(exists=schedule.is_ragged),
             overlaps_decode=Int32(0) if schedule.is_ragged else None,
             page_table=arguments.strided_tensor("int32", 2, has_pages),

@@ -212,14 +212,7 @@ class SegmentTable(KernelBase):
 
     @cute.jit
     def write_column(
-        self,
-        segments: cute.Tensor,
-        cuts: cute.Tensor,
-        rounds: Rounds,
-        stretches: Stretches,
-        num_tiles: Int32,
-        cta: Int32,
-        num_columns: Int32,
+        self, segments, cuts, rounds, stretches: Stretches, num_tiles, cta, num_columns
     ):
         """Write a CTA's segments.
         First a whole tile in each round. Then some of each tile from the first one that reaches

@@ -231,8 +231,10 @@ class TileTable(KernelBase):
             lane_sequence, place, upto = self.read_few(call, cute.arch.lane_idx())
             self.write_tiles(call, Int32(0), lane_sequence, upto, place, first, lanes, True)
             if first == 0:
-                num_tiles = cute.arch.shuffle_sync(upto, WARP - 1)
-                self.write_header(call, num_tiles, self.ctas_beside(call, lane_sequence))
+                num_tiles, decode_ctas = cute.arch.shuffle_sync(upto, WARP - 1), Int32(0)
+                if call.short_queries > 0:
+                    decode_ctas = self.share(call, lane_sequence).ctas_beside(call.num_ctas)
+                self.write_header(call, num_tiles, decode_ctas)
 
     @cute.jit
     def read_few(self, call: TileTableArguments, lane: Int32) -> tuple:
@@ -244,14 +246,6 @@ class TileTable(KernelBase):
         upto = sum_in_warp(num_tiles)
         amount = self.amount(num_tiles, self.sequence(call, lane_sequence), call.shift)
         return lane_sequence, place_among(amount, num_tiles, num_sequences), upto
-
-    @cute.jit
-    def ctas_beside(self, call: TileTableArguments, lane_sequence: LaneSequence) -> Int32:
-        """CTAs of the decode kernel, from the sequences of a warp's lanes."""
-        decode_ctas = Int32(0)
-        if call.short_queries > 0:
-            decode_ctas = self.share(call, lane_sequence).ctas_beside(call.num_ctas)
-        return decode_ctas
 
     def share(self, call: TileTableArguments, lane_sequence: LaneSequence) -> DecodeShare:
         """The work of the sequences of a warp's lanes."""

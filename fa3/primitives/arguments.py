@@ -39,11 +39,11 @@ def strided_tensor(dtype: str, rank: int, exists: bool = True) -> object:
     )
 
 
-def int32_vector(size=None, exists: bool = True) -> object:
+def int32_vector(size=None, exists: bool = True, dtype: str = "int32") -> object:
     """Return a contiguous vector of a size, without one of any; None unless it exists."""
     if not exists:
         return None
-    return compact_tensor("int32", (cute.sym_int() if size is None else size,))
+    return compact_tensor(dtype, (cute.sym_int() if size is None else size,))
 
 
 def float32_buffer(exists: bool = True) -> object:
@@ -52,8 +52,8 @@ def float32_buffer(exists: bool = True) -> object:
 
 
 def scalars(kind: type) -> dict[str, object]:
-    """Return the arguments of a launch that are annotated as int or float, by name."""
-    values = {int: cutlass.Int32(0), float: cutlass.Float32(0.0)}
+    """Return the arguments of a launch that are annotated as numbers, by name."""
+    values = {int: cutlass.Int32(0), cutlass.Int64: cutlass.Int64(0), float: cutlass.Float32(0.0)}
     return {name: values[one] for name, one in kind.__annotations__.items() if one in values}
 
 

@@ -150,11 +150,6 @@ class Attention:
     def rescale(self, factors) -> None:
         """Multiply O by what `follow` returned, unless it has done so."""
 
-    @property
-    def guesses_beside_biases(self) -> bool:
-        """Whether the first reference is taken from scores without their biases."""
-        return self.softmax.reference is RowMax.FIXED and bool(self.rules.scores)
-
     @cute.jit
     def first(self, n_block, k_state):
         """S = Q K^T and softmax of the tile's first block, which is always masked; no P V yet."""
@@ -164,7 +159,7 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
-        if cutlass.const_expr(self.guesses_beside_biases):
+        if cutlass.const_expr(self.softmax.reference is RowMax.FIXED and bool(self.rules.scores)):
             # The guess serves all blocks, but biases may be large in this one and small elsewhere.
             self.rules.hide(scores, n_block)
             self.softmax.start(scores, None, self.sees(n_block))
@@ -297,7 +292,10 @@ class Attention:
         if drawn is None:
             convert(acc_P, self.regs.p)
         else:
-            drawn.write(self.regs.p)
+            # What is kept of P, and 0 for the rest.
+            words = cute.recast_tensor(cute.flatten(self.regs.p), Uint32)
+            for i, (p, kept) in enumerate(drawn):
+                words[i] = p & kept
 
     def finish(self, sinks: tuple | None = None) -> cute.Tensor:
         """Divide O by the row sums; return the rows' log-sum-exps."""

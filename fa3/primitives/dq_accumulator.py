@@ -152,6 +152,12 @@ class DqAccumulator(NamedTuple):
         return self.flags.iterator + self.tiles.number(tile)
 
     @cute.jit
+    def clear_flag(self, tile, thread):
+        """Set a tile's flag to zero."""
+        if thread == 0:
+            cute.arch.store(self.flag_of(tile), Int32(0))
+
+    @cute.jit
     def claim(self, tile, is_zeroed: Int32) -> Boolean:
         """Claim a tile for the first store, or wait until it has a value; one thread calls this.
         Returns whether this thread must store; otherwise it may add."""

@@ -171,19 +171,6 @@ def slot_of(keys, queries) -> Uint32:
     return (lane + Uint32(keys) + Uint32(queries)) % 2 * COUNTERS + lane // 2
 
 
-class Drawn(NamedTuple):
-    """A block's P in 16 bits with nothing dropped yet, and masks of what is kept: two in a word."""
-
-    p: list[Uint32]
-    kept: list[Uint32]
-
-    def write(self, target: cute.Tensor) -> None:
-        """Write what is kept of P, and 0 for the rest."""
-        words = cute.recast_tensor(cute.flatten(target), Uint32)
-        for i, (p, kept) in enumerate(zip(*self, strict=True)):
-            words[i] = p & kept
-
-
 @dataclass(frozen=True)
 class TileDropout:
     """Dropout in a tile of the forward kernel."""
@@ -207,20 +194,20 @@ class TileDropout:
         for of_square in self.words.draw(places, slot, squares, COUNTERS_IN_FLIGHT):
             yield from of_square
 
-    def draw(self, acc_P: cute.Tensor, dtype, n_block) -> Drawn:
-        """Round P of a block of keys, fp32 in an accumulator, and draw what of it is kept."""
-        source, drawn = cute.flatten(acc_P), Drawn([], [])
+    def draw(self, acc_P: cute.Tensor, dtype, n_block) -> list[list[Uint32]]:
+        """Round P of a block of keys, fp32 in an accumulator, and draw what of it is kept.
+        Returns pairs of words: two of P in 16 bits with nothing dropped yet, and their masks."""
+        source, drawn = cute.flatten(acc_P), []
         packed = PACKED_TYPES[dtype.__name__]
         for i, word in enumerate(self.of_pairs(n_block)):
             # In one, which keeps ptxas from rounding P when the masks are used.
-            p, kept = cute.arch.inline_ptx(
+            pair = cute.arch.inline_ptx(
                 f"{{.reg .b32 p; cvt.rn.{packed}.f32 p, {{$r3}}, {{$r2}}; "
                 "set.geu.u32.bf16x2 {$w1}, {$r0}, {$r1}; mov.b32 {$w0}, p;}",
                 write_only_types=[Uint32, Uint32],
                 read_only_args=[word, self.words.threshold, source[2 * i], source[2 * i + 1]],
             )
-            drawn.p.append(p)
-            drawn.kept.append(kept)
+            drawn.append(pair)
         return drawn
 
 

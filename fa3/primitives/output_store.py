@@ -301,13 +301,7 @@ class PartMerge:
             self.counter.leave()
 
     @cute.jit
-    def merge(
-        self,
-        acc_O: cute.Tensor,
-        lse: cute.Tensor,
-        sinks: tuple | None,
-        registers: cutlass.Constexpr,
-    ) -> cute.Tensor:
+    def merge(self, acc_O, lse, sinks: tuple | None, registers: cutlass.Constexpr) -> cute.Tensor:
         """Merge the other parts into this one's acc_O; return the merged log-sum-exps.
         Waits until they are in memory. Two copies of some vectors must fit into `registers`."""
         self.counter.await_others()
@@ -324,14 +318,7 @@ class PartMerge:
         return merged_lse
 
     @cute.jit
-    def merge_vectors(
-        self,
-        vectors_O: cute.Tensor,
-        begin: cutlass.Constexpr,
-        lse: cute.Tensor,
-        merged_lse: cute.Tensor,
-        sinks: tuple | None,
-    ):
+    def merge_vectors(self, vectors_O, begin: cutlass.Constexpr, lse, merged_lse, sinks):
         """Merge all parts' vectors from `begin` on into `vectors_O`, which holds this part's."""
         lane, warp, part = cute.arch.lane_idx(), self.warp, self.part
         rows = range(ROWS_OF_THREAD)

@@ -259,14 +259,7 @@ def store_part(
 
 @cute.jit
 def merge_parts(
-    workspace: Workspace,
-    segment,
-    qhead_per_kvhead: cutlass.Constexpr,
-    thread: Int32,
-    mO: cute.Tensor,
-    row_lse: RowLse,
-    sinks,
-    queries: tuple,
+    workspace, segment, qhead_per_kvhead: cutlass.Constexpr, thread, mO, row_lse, sinks, queries
 ):
     """Merge the parts of a segment's tile, in the order of slots, and write its rows.
     The rows of O (batch, rows, heads_q, head_dim_v), the log-sum-exps and `queries` are as in

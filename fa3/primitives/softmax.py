@@ -186,13 +186,7 @@ class OnlineSoftmax:
         return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
 
     @cute.jit
-    def follow(
-        self,
-        scores: cute.Tensor,
-        acc: cute.Tensor,
-        acc_ready: cutlass.Constexpr,
-        shifts: tuple | None = None,
-    ):
+    def follow(self, scores, acc, acc_ready: cutlass.Constexpr, shifts: tuple | None = None):
         """Raise the references that scores exceed too far; rescale sums and acc (rows, columns).
         Calls `acc_ready()` before it reads or writes acc."""
         num_rows = cute.size(scores, mode=[0])
