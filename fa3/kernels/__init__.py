@@ -1,1 +1,1 @@
-"""Kernels, one a file; `*_launch` files hold the larger kernels' configs and launch arguments."""
+"""Kernels, one a file; `*_launch` files hold configs and arguments of launches."""

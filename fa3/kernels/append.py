@@ -1,6 +1,6 @@
-"""Append new keys and values to a cache, with or without a rotary embedding.
+"""Append new keys and values to a cache.
 
-The embedding turns new keys and queries.
+A rotary embedding, if there is one, turns new keys and queries.
 
 `fa3.calls.prepare` launches it before the attention kernel, which reads the cache, the new
 lengths and the rotated queries. Each thread makes one 16-byte vector: it finds its row (one head of
@@ -128,7 +128,7 @@ class NewTokens(NamedTuple):
 
     @cute.jit
     def seqlen(self, sequence) -> Int32:
-        """Tokens of a sequence before the append: the caller's number, clamped to the capacity."""
+        """Tokens of a sequence before the append, clamped to the capacity."""
         return cutlass.min(cutlass.max(self.call.seqlens[sequence], 0), self.capacity)
 
     @cute.jit
@@ -140,7 +140,7 @@ class NewTokens(NamedTuple):
 
     @cute.jit
     def begin(self, sequence) -> Int32:
-        """First new token of a sequence: the number in `cu_seqlens`, clamped to those in k."""
+        """First new token of a sequence, from `cu_seqlens`, clamped to k's."""
         return cutlass.max(cutlass.min(self.call.cu_seqlens[sequence], self.num_tokens), 0)
 
     @cute.jit
@@ -153,7 +153,7 @@ class NewTokens(NamedTuple):
 
     @cute.jit
     def sequence(self, token) -> tuple:
-        """The sequence of new token number `token`, and which of its new tokens that is."""
+        """The sequence of a new token, and its index among these."""
         if cutlass.const_expr(self.call.cu_seqlens is None):
             sequence = token // self.call.k.shape[1]
             return sequence, token - sequence * self.call.k.shape[1]
@@ -162,7 +162,7 @@ class NewTokens(NamedTuple):
 
     @cute.jit
     def place(self, sequence, nth) -> tuple:
-        """Where a sequence's nth new token goes: two indices, and whether there is room."""
+        """Where a new token goes: two indices, and whether there is room."""
         cache, page_table, seqlen = self.call.k_cache, self.call.page_table, self.seqlen(sequence)
         is_kept = nth >= 0 and nth < self.count(sequence, self.capacity - seqlen)
         position, row = seqlen + nth, sequence
@@ -183,7 +183,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Append(KernelBase):
-    """The append kernel, compiled for one kind of cache and one rotary embedding."""
+    """The append kernel for one kind of cache and one rotary embedding."""
 
     dtype: str  # element type of q, k, v and, unless it is FP8, the cache
     head_dim: int  # columns of q and k
@@ -310,7 +310,7 @@ class Append(KernelBase):
 
     @cute.jit
     def rotate(self, values: cute.Tensor, source: cute.Tensor, vector: Int32, tables, position):
-        """Rotate `values`, vector `vector` of a row, if it lies in the embedding's columns."""
+        """Rotate vector `vector` of a row if the embedding has its columns."""
         if vector * VECTOR < self.rotary.dim:
             row = cutlass.min(position, tables[0].shape[0] - 1)
             cos, sin = (table[row, None] for table in tables)
@@ -345,7 +345,7 @@ def rotate_pairs(values: cute.Tensor, cos_row: cute.Tensor, sin_row: cute.Tensor
 
 @cute.jit
 def rotate_halves(values, source, cos_row, sin_row, vector: Int32, half: cutlass.Constexpr):
-    """Rotate a vector with its partner, in the other half of the columns.
+    """Rotate a vector with its partner in the other half.
     The halves are of a row's first 2 * `half` columns."""
     is_first = vector * VECTOR < half
     steps = half // VECTOR

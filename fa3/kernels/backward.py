@@ -114,8 +114,7 @@ class Backward(AttentionKernel):
 
     @property
     def dq_flags(self) -> int:
-        """Flags of a query tile: one for its first store, or a semaphore for each
-        accumulator."""
+        """Flags of a query tile: of its first store, or accumulators' semaphores."""
         return self.accumulators if self.is_ordered else int(not self.is_ragged)
 
     @property
@@ -193,7 +192,7 @@ class Backward(AttentionKernel):
         return SharedKeyTiles(split, tiles, parts, counters, in_batch(call.dk), in_batch(call.dv))
 
     def numbers_of_tiles(self, call: PassArguments, tensor: cute.Tensor, rows: int):
-        """Numbers the tiles of so many rows of q or k; on the host."""
+        """Return what numbers tiles of q or k; on the host."""
         if self.is_ragged:
             return PackedQueryTiles.of(tensor.shape[0], call.num_sequences, rows)
         return QueryTiles(cute.ceil_div(tensor.shape[1], rows), tensor.shape[2])
@@ -248,7 +247,8 @@ class Backward(AttentionKernel):
             self.roles(*context, schedule, cursor).mma()
 
     def roles(self, tensors, smem, pipelines, schedule, cursor) -> BackwardRoles:
-        """The roles of a CTA. No variable has them: a branch would carry all their fields."""
+        """The roles of a CTA.
+        No variable has them: a branch would carry all their fields."""
         scores, mask, _ = bind(self.spec, tensors.modifiers)
         context = tensors, smem, pipelines, schedule, cursor
         return BackwardRoles(self, *context, scores, mask)

@@ -54,7 +54,7 @@ LOADED_AT_ONCE = 2  # of the four times 16 rows of a piece, how many a warp load
 
 
 class FusedPrePostprocess(NamedTuple):
-    """Preprocessing and dQ conversion of a call's query tiles, inside the backward kernel."""
+    """Preprocessing and dQ conversion of query tiles inside the backward kernel."""
 
     call: QueryRows  # the preprocess kernel does the first `num_tiles` query tiles
     queries: DenseQueryIndex | PackedQueryIndex  # the query tiles by number
@@ -67,7 +67,7 @@ class FusedPrePostprocess(NamedTuple):
 
     @cute.jit
     def preprocess(self, kernel: cutlass.Constexpr, ticket: cute.Tensor, warp_idx: Int32):
-        """Preprocess the remaining queries, if this CTA is one of the first; all warps call this.
+        """Preprocess the remaining queries in the first CTAs; all warps call this.
         A CTA that is done takes another share, which may belong to a CTA that cannot run yet. Its
         number goes through `ticket` in shared memory."""
         if self.call.num_tiles < self.groups.num_tiles:
@@ -90,8 +90,8 @@ class FusedPrePostprocess(NamedTuple):
 
     @cute.jit
     def preprocess_units(self, kernel: cutlass.Constexpr, index: Int32, step: Int32):
-        """Preprocess every `step`-th unit, a warp's part of a tile; one warp calls this.
-        The next unit's loads are in flight while the stores of the present one are waited for."""
+        """Preprocess every `step`-th unit, a warp's part of a tile.
+        One warp calls this. The next unit's loads are in flight while stores are waited for."""
         call, queries, groups = self.call, self.queries, self.groups
         tile_m = kernel.config.tile_m
         units = warps_of_tile(kernel.spec, tile_m)
@@ -117,7 +117,7 @@ class FusedPrePostprocess(NamedTuple):
 
     @cute.jit
     def wait_until_preprocessed(self, kernel: cutlass.Constexpr, group: Int32):
-        """Wait until all queries of a head group are preprocessed; one warp calls this."""
+        """Wait, as a warp, until a head group's queries are preprocessed."""
         if self.groups.tiles_before(group) >= self.call.num_tiles:
             units = warps_of_tile(kernel.spec, kernel.config.tile_m)
             count = self.groups.tiles_in(group) * units
@@ -127,13 +127,13 @@ class FusedPrePostprocess(NamedTuple):
     # ------------------------------------------------------------------------------ flags of groups
 
     def add_to_flag(self, group, which: int, count) -> None:
-        """Add to a head group's flag; releases what this thread has done or seen before."""
+        """Add to a head group's flag; releases what came before."""
         flag = self.call.counters.iterator + place_of_group_flag(group, which)
         cute.arch.atomic_add(flag, Int32(count), sem="release", scope="gpu")
 
     @cute.jit
     def wait_for_flag(self, group: Int32, which: cutlass.Constexpr, count: Int32):
-        """Wait until a head group's flag is at least `count`; a warp calls this."""
+        """Wait, as a warp, until a head group's flag reaches `count`."""
         flag, value = place_of_group_flag(group, which), Int32(-1)
         while value < count:
             place = self.call.counters.iterator + flag
@@ -142,7 +142,7 @@ class FusedPrePostprocess(NamedTuple):
 
     @cute.jit
     def wait_until_accumulated(self, kernel: cutlass.Constexpr, tile, complete, order) -> Int32:
-        """Wait, unless `complete`, until all key tiles of a query tile's head group have added.
+        """Wait, unless `complete`, until key tiles of a head group have added.
         Where packed sequences use no keys, no key tile has waited for the preprocessing. So this
         waits for it, too. Returns the head group."""
         group = self.groups.group_of(tile)
@@ -155,7 +155,7 @@ class FusedPrePostprocess(NamedTuple):
 
     @cute.jit
     def convert_dq(self, kernel: cutlass.Constexpr, order):
-        """Write dQ piece by piece until none is left; one warp calls this.
+        """Write dQ piece by piece, as a warp, until none is left.
         Half of a piece is always on its way from memory. `order` is of the key tiles."""
         config, pieces = kernel.config, kernel.pieces
         convert = ConvertDq.of(kernel, self)
@@ -184,13 +184,13 @@ class FusedPrePostprocess(NamedTuple):
             tile, piece, has_value = next_tile, next_piece, next_has_value
 
     def has_value(self, tile: QueryTile) -> Boolean:
-        """Whether the accumulator has a value for a tile of a complete head group."""
+        """Whether the accumulator has a value for a complete tile."""
         if self.call.dq_flags is None:
             return Boolean(True)
         return self.call.dq(tile.tiles).has_value(tile.tile, self.call.dq_is_zeroed)
 
     def piece(self, config: BackwardConfig, pieces: DqPieces, number) -> tuple[QueryTile, Int32]:
-        """The tile of the piece with a number, and the piece's index in it."""
+        """The tile of a piece, and the piece's index in it."""
         tile = number // pieces.count
         return self.queries.at(tile, config.tile_m), number - tile * pieces.count
 
@@ -256,7 +256,7 @@ class ConvertDq:
 
     @cute.jit
     def add_second(self, tile: QueryTile, piece, has_first, half: cutlass.Constexpr):
-        """Add the second accumulator to a loaded half of a piece; either may have no value."""
+        """Add the second accumulator to half a piece; either may lack values."""
         values, kernel = self.values[None, None, None, half], self.kernel
         second = self.fused.call.dq(tile.tiles).one_of(self.pieces, kernel.accumulators, 1)
         others = cute.make_rmem_tensor_like(values)
@@ -268,7 +268,7 @@ class ConvertDq:
 
     @cute.jit
     def write(self, tile: QueryTile, piece, has_value, half: cutlass.Constexpr):
-        """Write the existing rows of a loaded half of a piece; zeros without a value."""
+        """Write the existing rows of half a piece; zeros without a value."""
         if cutlass.const_expr(self.kernel.accumulators > 1):
             self.add_second(tile, piece, has_value, half)
             has_value = Boolean(True)
@@ -318,7 +318,7 @@ def four_columns(words: cute.Tensor, quad: cutlass.Constexpr, is_lower) -> tuple
 
 @cute.jit
 def eight_columns(left: tuple, right: tuple, is_right) -> cute.Tensor:
-    """Eight columns of a row, in words, from four columns of each of two quads.
+    """Eight columns of a row, from four columns of two quads each.
     Of two lanes, two apart, the second one gets the right quad."""
     vector = cute.make_rmem_tensor(QUAD, Uint32)
     for i in cutlass.range_constexpr(PAIR):

@@ -94,7 +94,7 @@ class BackwardConfig:
 
     @property
     def column_splits(self) -> int:
-        """Warpgroups that share the columns of dK and dV of the same keys."""
+        """Warpgroups that share columns of dK and dV of the same keys."""
         return MMA_GROUPS if self.warpgroups_share_keys else 1
 
     @property
@@ -103,7 +103,7 @@ class BackwardConfig:
         return self.tile_m // self.column_splits // self.q_splits
 
     def pieces(self, columns: int) -> DqPieces:
-        """The pieces of a tile of dQ, which are computed one after another."""
+        """The pieces of a tile of dQ, computed one after another."""
         return DqPieces.of(self.tile_m, columns, WIDEST_PIECE[self.q_splits])
 
     @property
@@ -121,7 +121,7 @@ class BackwardConfig:
         return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
 
     def registers(self, spec: AttentionSpec) -> int:
-        """Registers of a thread of an MMA warpgroup for its fragments, where most are live."""
+        """Registers of an MMA thread for fragments, where most are live."""
         element = spec.element.bytes
         gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.column_splits
         scores = ROWS * self.queries // WARPGROUP
@@ -152,7 +152,7 @@ class BackwardConfig:
 
 
 class PassArguments(NamedTuple):
-    """The arguments of a backward pass, in this order; the stream comes last.
+    """The arguments of a backward pass, in this order; then the stream.
     Tensors of packed sequences are (total, heads, head_dim)."""
 
     q: object  # (batch, seqlen_q, heads_q, head_dim)

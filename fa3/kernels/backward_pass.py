@@ -1,4 +1,4 @@
-"""One entry that launches the kernels of a backward pass one after another on a stream.
+"""One entry that launches the kernels of a backward pass in turn.
 
 `fa3.calls.backward` calls it; `fa3.planning` chooses the kernels. They always run together and take
 mostly the same tensors, which are handed over and checked once here. What they write for each other

@@ -1,4 +1,4 @@
-"""The preprocess kernel: log-sum-exp and delta of each row, and the start of the dQ accumulator.
+"""The preprocess kernel: statistics of rows, and what dQ accumulators start with.
 
 delta = rowsum(dO O) - dLSE is subtracted from dP: dS = P (dP - delta). The accumulator starts with
 zeros, or with flags that say that it has no value (`fa3.primitives.dq_accumulator`). The kernel
@@ -130,7 +130,7 @@ class TilePreprocess:
 
     @cute.jit
     def totals_of_rows(self) -> list:
-        """The sums of O dO over the rows whose statistics a lane writes.
+        """The sums of O dO of rows whose statistics a lane writes.
         In each step a lane keeps half of its rows, the later ones if its number has the step's bit,
         and gives the others away. So the sums of all rows take hardly more steps than one."""
         lane = cute.arch.lane_idx() % self.lanes
@@ -173,7 +173,7 @@ def lanes_of_row(spec: AttentionSpec, rows: int) -> int:
 
 
 def warps_of_tile(spec: AttentionSpec, tile_m: int) -> int:
-    """Warps that share a tile, if each loads as much as its registers hold."""
+    """Warps that share a tile if each fills its registers."""
     vectors = -(-spec.head_dim_v // VECTOR)
     return max(1, tile_m * (1 << (vectors - 1).bit_length()) // (WARP * VECTORS_OF_LANE))
 

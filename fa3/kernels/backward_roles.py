@@ -1,4 +1,4 @@
-"""The roles of a CTA of the backward kernel, loops over its key tiles.
+"""Roles of a CTA of the backward kernel, loops over key tiles.
 
 All roles find a key tile, its query heads and their query blocks in the same way. What a role does
 with a query block is in `fa3.primitives`.
@@ -114,7 +114,7 @@ class KeyTile(NamedTuple):
 
 
 class QueryHead(NamedTuple):
-    """A query head of a key tile: its mask, and query blocks to visit."""
+    """A query head of a key tile: mask, query blocks to visit."""
 
     head: Int32
     mask: object
@@ -165,7 +165,7 @@ class BackwardRoles:
         return QueryHead(head, mask, QueryWalk.of(blocks, tile.is_down))
 
     def keys_of(self, segment, is_down) -> Tile:
-        """The key tile of a segment; `m_block` is its index among the sequence's key tiles.
+        """A segment's key tile; `m_block` is its index in the sequence.
         The order counts from the last tile down. The first keys have most queries, so it is turned
         around. In a fixed order that is done only where query blocks are walked downwards."""
         m_block, head, batch = segment.tile
@@ -177,7 +177,7 @@ class BackwardRoles:
         return Tile(turned, head, batch)
 
     def work(self, segment, n_block, head, batch) -> KeyWork:
-        """A CTA's work on a key tile: all of it, or a part."""
+        """A CTA's work on a key tile, whole or a part."""
         ratio = self.tensors.qhead_per_kvhead
         if self.kernel.splits:
             return self.tensors.shared.split.work(n_block, head, batch, ratio)
@@ -202,12 +202,12 @@ class BackwardRoles:
         return self.schedule.order.num_m_blocks
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
-        """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
+        """Initial states of a producer or a consumer: Q, dO, K, V."""
         stages = self.config.stages, self.config.do_stages, self.config.k_stages, 1
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def semaphore(self, tile: KeyTile, mask) -> DqSemaphore:
-        """The semaphores of a key tile and a query head in a fixed order."""
+        """A key tile's and query head's semaphores in a fixed order."""
         segment, m_block, step = tile.segment, tile.segment.tile.m_block, self.kernel.accumulators
         last = self.num_key_tiles(segment) - 1
         n_block = tile.work.n_block + step
@@ -236,7 +236,7 @@ class BackwardRoles:
 
     @cute.jit
     def load_queries(self):
-        """Load Q and dO of the query blocks that see the keys of each tile."""
+        """Load Q and dO of the query blocks of each key tile."""
         tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
         config, schedule, sequences = self.config, self.schedule, tensors.sequences
         q_state, do_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Producer)
@@ -269,7 +269,7 @@ class BackwardRoles:
 
     @cute.jit
     def load_keys(self):
-        """Load K and V of each tile as soon as their buffers are free.
+        """Load K and V of each tile when their buffers are free.
         A warp of its own does it, so that the first Q loads do not wait for a free V buffer."""
         tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
         schedule, sequences = self.schedule, tensors.sequences
@@ -285,7 +285,7 @@ class BackwardRoles:
 
     @cute.jit
     def reduce_dq(self):
-        """Add each piece of dQ to the accumulator, and signal finished key tiles."""
+        """Add pieces of dQ to the accumulator, and signal finished key tiles."""
         config, schedule, tensors = self.config, self.schedule, self.tensors
         user = pipeline.PipelineUserType
         state = pipeline.make_pipeline_state(user.Consumer, self.kernel.pieces.in_flight)
@@ -310,7 +310,7 @@ class BackwardRoles:
 
     @cute.jit
     def signal_blocks(self):
-        """Signal each query block to which this key tile has added, in a fixed order.
+        """Signal query blocks to which this key tile has added, in order.
         Then the next key tile may add to it."""
         schedule, pipelines, stages = self.schedule, self.pipelines, self.config.stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
@@ -444,7 +444,7 @@ class BackwardRoles:
 def score_coords(
     config: BackwardConfig, mmas: GradientMmas, thread, group, tile: Tile
 ) -> TransposedCoords:
-    """The coordinates of a thread's scores; `tile` is a key tile with a query head."""
+    """The coordinates of a thread's scores; `tile` has a query head."""
     key, column = tile.m_block * config.tile_n, 0
     if config.warpgroups_share_keys:
         column = group * config.queries

@@ -1,4 +1,4 @@
-"""Combine: merges attention over parts of the keys into attention over all keys.
+"""Combine: merges attention over parts of the keys into one result.
 
 A part is an O divided by its own row sums (fp32), and the log-sum-exps of its rows. For each row
 lse = log sum_i exp(lse_i) and O = sum_i exp(lse_i - lse) O_i. The order of the sums depends only
@@ -57,7 +57,7 @@ class TileParts(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row: its values in all slots, and the place of the result."""
+    """One row: values in all slots, and the place of the result."""
 
     o: cute.Tensor  # (slots, head_dim_v)
     lse: cute.Tensor  # (slots,)
@@ -99,7 +99,7 @@ class RecordedParts:
 
 @dataclass(frozen=True)
 class DenseParts:
-    """Parts o (parts, batch, seqlen, heads, head_dim_v) and lse (parts, batch, seqlen, heads)."""
+    """Parts o (parts, batch, seqlen, heads, head_dim_v) and lse without columns."""
 
     o: cute.Tensor
     lse: cute.Tensor
@@ -238,7 +238,7 @@ class Combine(KernelBase):
 
     @cute.jit
     def merge(self, source, parts: TileParts, nth, shift, exchange: Exchange, results: tuple):
-        """Merge the nth set of rows; 2 ** shift groups share each row."""
+        """Merge a set of rows; 2 ** shift groups share each row."""
         mO, row_lse, sinks = results
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // LANES, thread % LANES
@@ -263,7 +263,7 @@ class Combine(KernelBase):
 
     @cute.jit
     def add_groups(self, exchange: Exchange, sums: Sums, group, share):
-        """Add up the sums of all groups that share a row, in the first one."""
+        """Add up the sums of a row's groups, in the first one."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES
         scalars = cute.make_rmem_tensor((2, GROUPS), Float32)
@@ -306,7 +306,7 @@ class Combine(KernelBase):
 
     @cute.jit
     def store(self, row: Row, sums: Sums, mO: cute.Tensor, row_lse: RowLse, sinks):
-        """Add the sink, divide by the total, and write O and the log-sum-exp."""
+        """Add the sink, divide by the total, write O and log-sum-exp."""
         sink = None
         if cutlass.const_expr(sinks is not None):
             sink = sinks[row.head]

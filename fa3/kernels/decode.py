@@ -1,4 +1,4 @@
-"""Decode attention for Hopper: a few queries of each sequence against the keys in its cache.
+"""Decode attention for Hopper: few queries of each sequence against its cache.
 
 `fa3.calls.execution` launches it on the caller's tensors, which receive O and the log-sum-exps.
 Reading K and V once takes nearly all the time, so every SM must read equally much, throughout.
@@ -230,7 +230,7 @@ class Decode(DecodeMemory):
                 self.attend(call)
 
     def wait_for_lengths(self):
-        """Wait for the previous kernel: it may write this kernel's inputs or read its outputs.
+        """Wait for the previous kernel, which may write inputs or read outputs.
         A full cache has no lengths to wait for; `attend` waits then."""
         if not self.cache.is_full:
             cute.arch.griddepcontrol_wait()
@@ -294,7 +294,7 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def load(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
-        """Stream K and V of every segment into shared memory, in the consumer's order."""
+        """Stream segments' K and V into shared memory, in the consumer's order."""
         stages, producer = self.config.kv_stages, pipeline.PipelineUserType.Producer
         k_state = pipeline.make_pipeline_state(producer, stages)
         v_state = pipeline.make_pipeline_state(producer, stages)
@@ -441,7 +441,7 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def fetch_q(self, mQ: cute.Tensor, sQ: cute.Tensor, walk: Walk, cursor, stage):
-        """Start to copy the Q rows of the cursor's tile, if the cursor is valid."""
+        """Start to copy Q rows of the cursor's tile, if valid."""
         thread, _, _ = cute.arch.thread_idx()
         if walk.is_valid(cursor):
             ratio = self.qhead_per_kvhead
@@ -456,7 +456,7 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def store(self, workspace, segment: Segment, attention: Attention, rows: tuple):
-        """Write the rows of a whole tile to O, or of a part to the workspace."""
+        """Write a tile's rows to O, or a part's to the workspace."""
         part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
             if part.num_parts == 1:
@@ -494,7 +494,7 @@ class Decode(DecodeMemory):
     # --------------------------------------------------------------------------------- merge
 
     def merges(self, counters, segment: Segment):
-        """Whether a segment is a part of a tile, and this kernel merges these."""
+        """Whether a segment is a part that this kernel merges."""
         is_part = segment.part.num_parts > 1
         return is_part if self.cut_type is CtaGroups else is_part & (counters != 0)
 
@@ -504,7 +504,7 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def take_number(self, counters: Int64, segment: Segment, thread) -> Int32:
-        """Count a part that is nearly done: how many of its tile came before. Thread 0 has it."""
+        """Count a part that is nearly done; thread 0 gets its number."""
         number = Int32(0)
         if thread == 0 and self.merges(counters, segment):
             number = self.counter(counters, segment).take_number()
@@ -512,7 +512,7 @@ class Decode(DecodeMemory):
 
     @cute.jit
     def hand_over(self, operands, sNumber: cute.Tensor, number, segment: Segment, rows: tuple):
-        """Count a part as written, or merge all parts if this is the last one.
+        """Count a part as written; if it is the last, merge all.
         The last CTA waits for the others. These have come, so they run, and until they have left
         they wait for no CTA."""
         thread, _, _ = cute.arch.thread_idx()

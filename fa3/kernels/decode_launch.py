@@ -1,4 +1,4 @@
-"""The decode kernel's tiling, chosen by `fa3.planning`, and the arguments of a launch."""
+"""The decode kernel's tiling, chosen by `fa3.planning`, and arguments of launches."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class DecodeConfig:
         )
 
     def validate(self, spec: AttentionSpec) -> None:
-        """Raise a ValueError if the kernel cannot run this config for this spec."""
+        """Raise a ValueError if the kernel cannot run this config."""
         if self.kv_stages < 2:
             raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
         check_fits(self.ctas_of_sm * self.smem_bytes(spec), self, spec)

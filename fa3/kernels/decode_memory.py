@@ -1,4 +1,4 @@
-"""Operands, shared memory and pipelines of the decode kernel, and what follows from its fields.
+"""Operands, shared memory and pipelines of the decode kernel.
 
 `fa3.kernels.decode` has the launch and the roles.
 """
@@ -61,7 +61,7 @@ class DecodeOperands(NamedTuple):
 
 
 class DecodeBuffers(NamedTuple):
-    """The buffers in shared memory: Q (64, columns, stages), K and V (TILE_N, ...)."""
+    """Shared memory: Q (64, columns, stages), K and V (TILE_N, ...)."""
 
     q: cute.Tensor
     k: BlockRing
@@ -129,7 +129,7 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def may_merge(self) -> bool:
-        """Whether the last CTA that has a part of a tile can merge all."""
+        """Whether a tile's last CTA can merge all of its parts."""
         return self.cut_type is CtaGroups or (
             self.cut_type is StreamK and not self.overlaps_forward
         )
@@ -157,7 +157,7 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of consumer threads and of others after setmaxnreg, with an FP8 cache."""
+        """Registers of consumer threads and others, with an FP8 cache."""
         return (168, 88) if self.config.ctas_of_sm == 2 else (240, 104)
 
     @property

@@ -1,4 +1,4 @@
-"""Forward attention for Hopper: O = softmax(scale Q K^T + mask) V, and each row's log-sum-exp.
+"""Forward attention for Hopper: O = softmax(scale Q K^T + mask) V.
 
 `fa3.calls.execution` launches it on the caller's tensors, which receive O and the log-sum-exps.
 A CTA computes tile after tile: query rows of one head. It streams the key blocks that the mask
@@ -182,7 +182,7 @@ class Forward(AttentionKernel):
 
     @property
     def following(self) -> "Forward":
-        """This kernel with a softmax that follows the running maximum, and no other."""
+        """This kernel with an online softmax, and no other."""
         return replace(
             self, config=replace(self.config, fixed_reference=False), has_online_and_fixed=False
         )
@@ -194,7 +194,7 @@ class Forward(AttentionKernel):
 
     @property
     def is_recompute(self) -> bool:
-        """Whether this is the second launch, which computes the rows that the first one marked."""
+        """Whether this is the second launch, which computes marked rows."""
         return issubclass(self.schedule_type, RecomputeTiles)
 
     @property
@@ -208,7 +208,7 @@ class Forward(AttentionKernel):
         return 1 if self.schedule_type.is_ragged else call.q.shape[0]
 
     def order(self, call: ForwardArguments, config: ForwardConfig) -> KernelOrder | RaggedOrder:
-        """The order of the tiles of the clusters of a config, which may be `recompute`."""
+        """The order of clusters' tiles, of a config that may be `recompute`."""
         rows_q, heads_q, _ = call.q.shape[-3:]
         if self.schedule_type.is_ragged:
             kind, table = RaggedOrder, call.table
@@ -224,15 +224,15 @@ class Forward(AttentionKernel):
         )
 
     def marks(self, call: ForwardArguments) -> RecomputeMask | None:
-        """The marks of rows of Q; None if there are none. They are by the tiles of the launch that
-        computes these rows again."""
+        """The marks of rows of Q; None without.
+        They are by the tiles of the launch that computes these rows again."""
         words = call.schedule_state if self.is_recompute else call.marks
         if words is None:
             return None
         return RecomputeMask(words, self.order(call, self.config.recompute))
 
     def part_merge(self, call: ForwardArguments) -> PartMerge | None:
-        """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""
+        """The merge of split tiles; a slot holds a cluster's rows."""
         if call.part_buffer is None:
             return None
         rows = self.config.tile_m * self.config.cluster
@@ -241,7 +241,7 @@ class Forward(AttentionKernel):
 
     @property
     def q_layout(self) -> cute.ComposedLayout:
-        """The layout of slabs of Q in shared memory, swizzled for WGMMA and TMA."""
+        """The layout of slabs of Q in shared memory, swizzled."""
         shape = ROWS, self.config.tile_n, self.columns
         slabs = self.config.consumers * self.config.q_stages
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, slabs)
@@ -338,7 +338,7 @@ class Forward(AttentionKernel):
         return smem, schedule
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
-        """Initial pipeline states of the producer or a consumer, for Q, K and V."""
+        """Initial states of the producer or a consumer: Q, K and V."""
         keys = (self.config.kv_stages,) * 2
         if user is pipeline.PipelineUserType.Consumer:
             keys = tuple(blocks.stages for blocks in self.format.memory)
@@ -351,7 +351,7 @@ class Forward(AttentionKernel):
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     def tile_of(self, segment: Segment, rank) -> Tile:
-        """The tile of the CTA of rank `rank`; the segment names the cluster's tile."""
+        """The tile of one CTA; the segment names the cluster's tile."""
         config, (m_block, head, batch) = self.config, segment.tile
         if config.cluster_h > 1:
             return Tile(m_block, head * config.cluster_h + rank, batch)
@@ -370,7 +370,7 @@ class Forward(AttentionKernel):
 
     @cute.jit
     def load(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
-        """Stream Q, K and V of every tile into shared memory, in the consumers' order."""
+        """Stream tiles' Q, K and V into shared memory, in consumers' order."""
         config, sequences = self.config, operands.sequences
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
@@ -526,7 +526,7 @@ class Forward(AttentionKernel):
 
     @property
     def skips_before_next(self) -> bool:
-        """Whether a warpgroup releases the blocks that it skips before it calls `next`.
+        """Whether a warpgroup releases skipped blocks before it calls `next`.
         It must where `next` waits until the producer has loaded the tile's last blocks."""
         return self.spec.mask.left and self.schedule_type.shared_words > 0
 

@@ -1,4 +1,4 @@
-"""The epilogues of the forward kernel: what a consumer warpgroup does with a finished tile.
+"""How a consumer warpgroup of the forward kernel finishes a tile.
 
 A tile is written whole, or only some of its rows are. Rows that must be computed again are marked.
 """
@@ -98,7 +98,7 @@ class ForwardEpilogue:
 
     @cute.jit
     def finish_part(self):
-        """Write a part of a tile to memory; the last one merges all and writes the tile."""
+        """Write a part of a tile; the last one merges all."""
         attention, kernel, parts = self.attention, self.kernel, self.parts
         lse = attention.finish()
         if cutlass.const_expr(kernel.config.fixed_reference):
@@ -113,14 +113,14 @@ class ForwardEpilogue:
 
     @cute.jit
     def finish_whole(self):
-        """Finish a tile, and mark rows whose fixed row max was too far off."""
+        """Finish a tile; mark rows whose fixed row max was far off."""
         self.finish_tile()
         if cutlass.const_expr(self.kernel.config.fixed_reference):
             self.mark(has_sinks=self.sinks is not None)
 
     @cute.jit
     def mark(self, has_sinks: cutlass.Constexpr):
-        """Mark this thread's finished rows whose fixed row max was too far off."""
+        """Mark this thread's rows whose fixed row max was too far off."""
         softmax, acc_O = self.attention.softmax, as_rows_and_columns(self.attention.regs.acc_O)
         if cute.arch.vote_any_sync(not softmax.is_sure(acc_O, has_sinks)):
             warp, tile = warp_of_tile(self.thread_idx), self.tile_number()
@@ -132,7 +132,7 @@ class ForwardEpilogue:
 
     @cute.jit
     def finish_tile(self):
-        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
+        """Divide O by the row sums; write O and the log-sum-exps."""
         if cutlass.const_expr(self.kernel.stores_rows):
             self.finish_rows(lambda r: True)
         else:

@@ -1,4 +1,4 @@
-"""The forward kernel's tiling, chosen by `fa3.planning`, and the arguments of a launch."""
+"""The forward kernel's tiling, chosen by `fa3.planning`, and arguments of launches."""
 
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import NamedTuple
@@ -86,7 +86,7 @@ class ForwardConfig:
         return table[self.consumers]
 
     def fragment_registers(self, spec: AttentionSpec) -> int:
-        """Registers of a consumer thread for its fragments of S, P and O."""
+        """Registers of a consumer thread for fragments of S, P and O."""
         return self.thread_registers(spec, False)[1] - OTHER_REGISTERS
 
     @property
@@ -95,7 +95,7 @@ class ForwardConfig:
         return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
 
     def registers(self, spec: AttentionSpec) -> int:
-        """Registers that a consumer thread needs for fragments, and for numbers that it draws."""
+        """Registers that a consumer thread needs for fragments and drawn numbers."""
         if spec.is_fp8:
             return fragment_registers(self.tile_n, padded(spec.head_dim_v), self.one_level)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2

@@ -1,4 +1,4 @@
-"""Shared-tile table: from the lengths of short packed sequences, what each row and each tile sees.
+"""Shared-tile table: what rows and tiles of short packed sequences see.
 
 `fa3.calls.execution` launches it before the forward kernel that walks `MultiSequenceTiles`. It
 reads the lengths from device memory, so that the host need not wait for them, and writes three
@@ -138,7 +138,7 @@ class MultiSequenceTable(KernelBase):
 
     @cute.jit
     def write_sequences(self, call: MultiSequenceTableArguments):
-        """Write a record of each sequence: its queries are the queries of one tile."""
+        """Write a record of each sequence, whose queries are one tile."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
@@ -151,7 +151,7 @@ class MultiSequenceTable(KernelBase):
 
     @cute.jit
     def record_of_row(self, call: MultiSequenceTableArguments, row: Int32) -> RowRecord:
-        """The record of a row of q, which may lie past the last one."""
+        """The record of a row of q, or past the last one."""
         queries, keys = call.queries, call.keys
         window = Window(call.window_left, call.window_right)
         batch = sequence_of(queries.cu, row, queries.num_sequences)

@@ -11,7 +11,7 @@ from fa3.problem import AttentionSpec
 
 
 class KernelBase:
-    """Base of kernels; the fields of a kernel say what its machine code depends on."""
+    """Base of kernels, whose fields say what machine code depends on."""
 
     entry_name: ClassVar[str]  # name of the host function
     arguments_type: ClassVar[Any]  # names the arguments of a launch, in their order
@@ -44,7 +44,7 @@ class AttentionKernel(KernelBase):
 
     @property
     def is_storable(self) -> bool:
-        """Whether the kernel may be kept on disk. Users' functions may use their modules' names."""
+        """Whether the kernel may be kept on disk: without users' functions."""
         return not self.spec.has_user_functions
 
     @property

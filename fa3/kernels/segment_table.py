@@ -1,4 +1,4 @@
-"""Segment table: the tile table, and segments of its tiles, some of which are split.
+"""Segment table: the tile table, and segments of tiles, some split.
 
 `fa3.calls.execution` launches it instead of `fa3.kernels.tile_table` where whole tiles would
 leave SMs idle. It reads the lengths from device memory and writes two tables. The first is the tile
@@ -129,7 +129,7 @@ class SegmentTable(KernelBase):
     def blocks_of_tile(
         self, call: TileTableArguments, order: RaggedOrder, index: Int32
     ) -> tuple[Int32, Int32]:
-        """Return the first key block and the number of blocks of a tile, from its record."""
+        """Return a tile's first key block and its number of blocks."""
         number, words = order.heads.quotient(index), cute.make_rmem_tensor(RECORD, Int32)
         order.load(words, number)
         record = TileRecord(*(words[i] for i in range(len(TileRecord._fields))))
@@ -149,7 +149,7 @@ class SegmentTable(KernelBase):
         cuts: cute.Tensor,  # receives the `TileCut` of each tile
         sums: cute.Tensor,  # room for three numbers of each warp
     ) -> tuple[Rounds, Stretches]:
-        """Cut the tiles that come after rounds of whole ones; return the rounds and the stretches.
+        """Cut tiles after rounds of whole ones; return rounds and stretches.
         Each thread has tiles that follow one another."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP

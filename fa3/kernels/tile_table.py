@@ -1,4 +1,4 @@
-"""Tile table: from the lengths of packed sequences, the tiles of a kernel in their order.
+"""Tile table: the tiles of packed sequences in their order.
 
 `fa3.calls.execution` launches it before the forward kernel, whose tiles are of queries, and
 `fa3.calls.backward` before the backward kernel, whose tiles are of keys. It reads the
@@ -138,7 +138,7 @@ class DecodeShare(NamedTuple):
 
     @cute.jit
     def ctas_beside(self, num_ctas: Int32, more: cutlass.Constexpr = MORE_BESIDE) -> Int32:
-        """CTAs that the decode kernel is to have while the forward kernel has the others.
+        """CTAs for the decode kernel while the forward kernel has the others.
 
         Its pieces are equal, while the forward kernel's CTAs take what is left, and it reads
         slower next to them than alone: so it gets more than its share. Where it has most of the
@@ -159,7 +159,7 @@ class DecodeShare(NamedTuple):
 
 
 class LaneSequence(NamedTuple):
-    """What a lane knows of its sequence; all 0 if it has none."""
+    """What a lane knows of its sequence; 0 if it has none."""
 
     # begin_q, seqlen_q, begin_k, seqlen_k: as in a `TileRecord`.
     begin_q: Int32
@@ -213,7 +213,7 @@ class TileTable(KernelBase):
             self.write_many(call, places, work_of_warps, warp_sums)
 
     def await_lengths(self, call: TileTableArguments, batch: Int32) -> None:
-        """Wait for the previous kernel; meanwhile L2 loads what is read of a sequence."""
+        """Wait for the previous kernel; meanwhile L2 loads what is read."""
         call.queries.prefetch(batch)
         call.keys.prefetch(batch)
         cute.arch.griddepcontrol_wait()
@@ -317,7 +317,7 @@ class TileTable(KernelBase):
 
     @cute.jit
     def sort(self, call: TileTableArguments, places: cute.Tensor, is_counting: cutlass.Constexpr):
-        """Count the tiles of each amount of work of all sequences, or write them.
+        """Count the tiles of each amount of work, or write them.
         Returns the work of this lane's sequences, if it counts."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % WARP
@@ -394,7 +394,7 @@ class TileTable(KernelBase):
 
     @cute.jit
     def work(self, call: TileTableArguments, lane_sequence: LaneSequence) -> DecodeShare:
-        """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
+        """A sequence's work; the decode kernel's if it has no tiles."""
         num_tiles, ratio = lane_sequence.num_tiles, call.qhead_per_kvhead
         sequence = self.sequence(call, lane_sequence)
         last = cutlass.max(num_tiles - 1, 0) * self.tile_m
@@ -412,7 +412,7 @@ class TileTable(KernelBase):
         return DecodeShare(long, short * (KEYS_OF_DECODING / self.tile_n))
 
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
-        """The index of the amount of work of a sequence's longest tile; the most has index 0."""
+        """The index of a longest tile's work; the most has index 0."""
         last = cutlass.max(num_tiles - 1, 0)
         find, rows, columns = self.band.key_blocks, self.tile_m, self.tile_n
         if self.is_of_keys:
@@ -434,7 +434,7 @@ def sum_in_warp(number: Int32) -> Int32:
 
 @cute.jit
 def owner_of(number: Int32, upto: Int32) -> Int32:
-    """The first lane whose `upto` is above a number, the last lane if there is none."""
+    """The first lane whose `upto` is above a number, or the last."""
     owner = Int32(0)
     for i in cutlass.range_constexpr(5):
         half = 16 >> i
@@ -445,7 +445,7 @@ def owner_of(number: Int32, upto: Int32) -> Int32:
 
 @cute.jit
 def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -> Int32:
-    """Return the first of the next `count` free places for this lane's amount.
+    """Return the first of `count` free places for this lane's amount.
 
     `upto` is the sum of `count` over the lanes up to this one. If all amounts of a warp are equal,
     as for many short sequences, it takes its places at once: the adds of 32 lanes would wait for
@@ -477,7 +477,7 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
 
 @cute.jit
 def place_of_tile(count: Int32, owner: Int32, left: Int32, num_lanes: Int32) -> Int32:
-    """The place of a tile of lane `owner` among the tiles of all lanes, which have `count` each.
+    """The place of lane `owner`'s tile among all lanes' `count` tiles.
     `left` tiles of the lane follow it. Those that most tiles follow come first."""
     place = Int32(0)
     for first in cutlass.range(0, num_lanes, AT_ONCE):
@@ -504,5 +504,5 @@ def words_of_table(capacity: int) -> int:
 
 
 def shift_of_work(max_seqlen_k: int, tile_n: int) -> int:
-    """The shift of `TileTableArguments`: with it all amounts of work can be told apart."""
+    """The shift of work with which all amounts can be told apart."""
     return max(0, (-(-max_seqlen_k // tile_n)).bit_length() - AMOUNTS.bit_length() + 1)

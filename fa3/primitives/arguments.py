@@ -1,4 +1,4 @@
-"""Arguments of launches: symbolic ones for compiling, and what kernels get of them."""
+"""Arguments of launches: symbolic ones, and what kernels get of them."""
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,7 @@ ELEMENT_TYPES = {
 
 
 def tma_tensor(dtype: str, shape: tuple) -> object:
-    """A tensor with any strides that TMA takes: multiples of 16 bytes, 1 in the last dimension."""
+    """A tensor with TMA's strides: multiples of 16 bytes, 1 at last."""
     element = ELEMENT_TYPES[dtype]
     unit = 128 // element.width
     strides = (*(cute.sym_int64(divisibility=unit) for _ in shape[1:]), 1)
@@ -40,35 +40,35 @@ def strided_tensor(dtype: str, rank: int, exists: bool = True) -> object:
 
 
 def int32_vector(size=None, exists: bool = True, dtype: str = "int32") -> object:
-    """Return a contiguous vector of a size, without one of any; None unless it exists."""
+    """Return a contiguous vector, by default of any size; or None."""
     if not exists:
         return None
     return compact_tensor(dtype, (cute.sym_int() if size is None else size,))
 
 
 def float32_buffer(exists: bool = True) -> object:
-    """Return a contiguous buffer of any size, also beyond 32 bits; None unless it exists."""
+    """Return a contiguous buffer of any 64-bit size; None unless it exists."""
     return compact_tensor("float32", (cute.sym_int64(),)) if exists else None
 
 
 def scalars(kind: type) -> dict[str, object]:
-    """Return the arguments of a launch that are annotated as numbers, by name."""
+    """Return the arguments of a launch that are numbers, by name."""
     values = {int: cutlass.Int32(0), cutlass.Int64: cutlass.Int64(0), float: cutlass.Float32(0.0)}
     return {name: values[one] for name, one in kind.__annotations__.items() if one in values}
 
 
 def operands_of(kind: type, call: tuple, **named: object) -> tuple:
-    """Return operands of a kernel: `named` fields, and the others from a launch's arguments."""
+    """Return a kernel's operands: `named` ones, others from a launch's arguments."""
     return kind(**{name: getattr(call, name, None) for name in kind._fields} | named)
 
 
 def symbolic_descales(count: int) -> tuple:
-    """Return what keys, values and so on are multiplied by, each (batch, heads_kv)."""
+    """Return what keys, values and queries are multiplied by, each (batch, heads_kv)."""
     return tuple(strided_tensor("float32", 2) for _ in range(count))
 
 
 def symbolic_modifiers(spec) -> tuple | None:
-    """Return the tensors of a spec's scores, mask and sinks; None without any."""
+    """Return tensors of a spec's scores, mask and sinks; None without any."""
     return tuple(strided_tensor(*types) for types in spec.modifier_types) or None
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic for code that runs both on the host and inside a kernel.
+"""Arithmetic for code that runs on the host and inside kernels.
 
 The DSL's own `min` and `max` take 20 us for Python integers and do not accept arrays. A `Divisor`
 divides inside a kernel by a number that is known before its launch.
@@ -17,21 +17,21 @@ LARGEST = 2**31 - 1
 
 
 def smaller(a, b):
-    """The smaller of two integers, two arrays (element by element) or two values in a kernel."""
+    """The smaller of two integers, arrays (by element) or values in kernels."""
     if isinstance(a, HOST_TYPES) and isinstance(b, HOST_TYPES):
         return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
     return cutlass.min(a, b)
 
 
 def larger(a, b):
-    """The larger of two integers, two arrays (element by element) or two values in a kernel."""
+    """The larger of two integers, arrays (by element) or values in kernels."""
     if isinstance(a, HOST_TYPES) and isinstance(b, HOST_TYPES):
         return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
     return cutlass.max(a, b)
 
 
 def either(condition, a, b):
-    """`a` if a condition holds, else `b`: integers, or values in a kernel."""
+    """`a` if a condition holds, else `b`: integers, or kernel values."""
     if isinstance(condition, bool):
         return a if condition else b
     return Int32(cutlass.select_(condition, Int32(a), Int32(b)))
@@ -65,7 +65,7 @@ class Divisor(NamedTuple):
 
 
 class PlainDivisor(NamedTuple):
-    """A divisor by which is divided as usual: on the host, and where numbers have 64 bits."""
+    """A divisor for the host, and for numbers of 64 bits."""
 
     value: int
 

@@ -1,4 +1,4 @@
-"""The loops over key blocks: the consumers' and the producers', last block to first.
+"""The loops over key blocks, of consumers and producers, last block first.
 
 The forward and the decode kernel run both. Each consumer warpgroup has 64 query rows
 (`Attention`). Q, K and V come from shared memory, where the producer's TMA or cp.async wrote them;
@@ -34,7 +34,7 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 
 
 class Fragments(NamedTuple):
-    """One thread's operands: shared-memory descriptors q, k and vt; registers acc_O and p.
+    """One thread's operands: descriptors q, k and vt; registers acc_O and p.
     In FP8, p is in words of four values: single values would be packed at each use."""
 
     q: cute.Tensor
@@ -45,14 +45,14 @@ class Fragments(NamedTuple):
 
 
 class Mmas(NamedTuple):
-    """The two WGMMAs: S = Q K^T from shared memory, and O += P V with P in registers."""
+    """The WGMMAs of Q K^T and P V, with P in registers."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
 
     @classmethod
     def of(cls, dtype, tile_n: int, columns_pv: int) -> "Mmas":
-        """The WGMMAs of 64 rows and a block of `tile_n` keys; one P V has so many columns."""
+        """The WGMMAs of 64 rows and `tile_n` keys; `columns_pv` of V."""
         k_major = OperandMajorMode.K
         major_v = k_major if dtype.width == 8 else OperandMajorMode.MN
         types, shape_v = (dtype, dtype), (ROWS, columns_pv)
@@ -116,11 +116,11 @@ class Attention:
 
     @property
     def parts(self) -> int:
-        """Parts of V's columns of which P V is computed one after the other."""
+        """Parts of V's columns; P V is computed for each in turn."""
         return 1
 
     def issue_qk(self, k_state) -> cute.Tensor:
-        """Start S = Q K^T into a fresh accumulator: an old one would stay live as an input."""
+        """Start S = Q K^T; an old accumulator would stay live."""
         acc_S = cute.make_rmem_tensor(self.mmas.shape_S(self.rules.coords.width), Float32)
         k = self.regs.k[None, None, None, k_state.index]
         wgmma.issue(self.mmas.qk.op, acc_S, self.q, k, accumulate=False)
@@ -137,10 +137,10 @@ class Attention:
         wgmma.issue(self.mmas.pv.op, self.regs.acc_O, self.operand_p(), vt, accumulate=True)
 
     def add(self, fresh, part: int) -> None:
-        """Add P V of a part of V's columns to O, unless the WGMMA has done so."""
+        """Add P V of a part to O, unless the WGMMA did."""
 
     def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool):
-        """Adapt the softmax's references to a block, and O; return what `rescale` needs."""
+        """Adapt references to a block, and O; return what `rescale` needs."""
         if self.softmax.online_max:
             acc_O = as_rows_and_columns(self.regs.acc_O)
             self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
@@ -152,7 +152,7 @@ class Attention:
 
     @cute.jit
     def first(self, n_block, k_state):
-        """S = Q K^T and softmax of the tile's first block, which is always masked; no P V yet."""
+        """S and softmax of the first block, always masked; no P V."""
         self.wait(self.pipeline_k, k_state)
         acc_S = self.issue_qk(k_state)
         warpgroup.wait_group(0)
@@ -174,7 +174,7 @@ class Attention:
 
     @cute.jit
     def clear_past_end(self, sV: cute.Tensor, n_block, v_state, thread, meet: cutlass.Constexpr):
-        """Zero the rows of V past the end of the sequence, which a cache may have.
+        """Zero rows of V past the sequence's end, as caches may have.
         P is 0 there, but 0 * NaN is not. Every warpgroup does so, and its warps `meet`."""
         tile_n = self.rules.coords.width
         num_keys = self.rules.sequence.seqlen_k - n_block * tile_n
@@ -186,7 +186,7 @@ class Attention:
 
     @cute.jit
     def rest(self, blocks, k_state, v_state):
-        """All blocks after the first, from `blocks.end - 2` down. The last P V is left to `last`.
+        """Blocks from `blocks.end - 2` down; `last` does the last P V.
 
         Args:
             blocks: `fa3.scores.masks.Blocks`; `first` has done block `end - 1`.
@@ -208,7 +208,7 @@ class Attention:
 
     @cute.jit
     def skip(self, count, k_state, v_state):
-        """Skip blocks in which no row of this warpgroup sees a key, but take their turns."""
+        """Skip blocks where no row sees a key, but take their turns."""
         for _ in cutlass.range(count, unroll=1):
             self.wait(self.pipeline_k, k_state)
             self.turns.wait()
@@ -260,7 +260,7 @@ class Attention:
 
     @cute.jit
     def last(self, v_state):
-        """O += P V of the tile's last block, if it is still to be done."""
+        """O += P V of the last block, unless it is done."""
         if cutlass.const_expr(self.overlaps):
             v_state = self.sum_up(v_state)
         return v_state
@@ -282,7 +282,8 @@ class Attention:
         return v_state
 
     def draw(self, acc_P: cute.Tensor, n_block):
-        """Draw what is kept of a block's P; None without dropout. The row sums have all of it."""
+        """Draw what is kept of a block's P; None without dropout.
+        The row sums have all of it."""
         if self.dropout is None:
             return None
         return self.dropout.draw(acc_P, self.regs.p.element_type, n_block)
@@ -305,7 +306,7 @@ class Attention:
 
     @property
     def has_exact_terms(self) -> bool:
-        """Whether P of a row's only visible key is a power of two, and so the same in 16 bits.
+        """Whether P of a row's only visible key is a power of two.
         It is if the row's reference was taken from that key's score."""
         rules, reference = self.rules, self.softmax.reference
         if reference in (RowMax.ONLINE, RowMax.EXACT):
@@ -314,7 +315,7 @@ class Attention:
 
     @cute.jit
     def divisor(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
-        """The row sum; in 16 bits, as P V took it, if row r's mask leaves it one key.
+        """The row sum; in 16 bits if the mask leaves row r one key.
         So the output of such a row is V, with the same bits."""
         rules = self.rules
         begin, end = rules.mask.range_at(r, rules.coords, rules.sequence)
@@ -322,7 +323,7 @@ class Attention:
         return rounded if end - begin == 1 else row_sum
 
     def sees(self, n_block) -> Callable | None:
-        """A function of row r: whether it sees the block's first key. For guessing references.
+        """A function of row r: whether it sees the block's first key.
         None if nothing is guessed, or if a row may see later keys of the block but not the first.
         """
         rules = self.rules
@@ -336,14 +337,14 @@ class Attention:
         return sees_first_key
 
     def may_lack_reference(self, masked: bool) -> bool:
-        """Whether a row may see no key in the tile's first block, and so lack a reference yet."""
+        """Whether a row may see no key in the tile's first block."""
         mask = self.rules.mask
         is_fixed = self.softmax.reference is RowMax.FIXED
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit
     def is_finite(self, r: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether all columns that this thread holds of finished row r are finite."""
+        """Whether this thread's columns of finished row r are all finite."""
         row = as_rows_and_columns(self.regs.acc_O)[r, None]
         # Small enough for the squares of what fp32 holds.
         return sum_of_squares(row, 2.0**-70) < Float32.inf
@@ -351,7 +352,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class BlockStream:
-    """Loads the key blocks of a tile, from the last to the first."""
+    """Loads the key blocks of a tile, from last to first."""
 
     # (n_block) -> the block's place; called one block ahead, since lookups take time.
     find: Callable
@@ -362,7 +363,7 @@ class BlockStream:
 
     @cute.jit
     def first(self, n_block, k_state):
-        """Load K of the first block if K is ahead; return the block's place and K's state."""
+        """Load the first K if K is ahead; return place and K's state."""
         place = self.find(n_block)
         if cutlass.const_expr(self.is_ahead):
             k_state = self.load_k(place, k_state)
@@ -381,7 +382,7 @@ class BlockStream:
 
     @cute.jit
     def last(self, place, k_state, v_state):
-        """Load V of block `begin`, and its K if K is not ahead."""
+        """Load V of block `begin`, and K unless K is ahead."""
         if cutlass.const_expr(not self.is_ahead):
             k_state = self.load_k(place, k_state)
         return k_state, self.load_v(place, v_state)
@@ -389,7 +390,7 @@ class BlockStream:
 
 @dataclass(frozen=True)
 class PingPong:
-    """Turns pass from warpgroup to warpgroup around the ring, starting with group 0.
+    """Turns pass around a ring of warpgroups, starting with group 0.
     Each group has one barrier: its own threads wait on it, and the previous group's threads
     arrive on it. All groups must take the same number of turns."""
 
@@ -416,7 +417,7 @@ class PingPong:
 
     @cute.jit
     def finish(self):
-        """Take the last turn that was passed on, so that no barrier is left half full."""
+        """Take the last turn, so that no barrier is left half full."""
         if self.group == 0:
             self.wait()
 

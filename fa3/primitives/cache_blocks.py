@@ -1,4 +1,4 @@
-"""Loads of blocks of K and V, from a cache or of packed sequences, into shared memory.
+"""Loads of key blocks, of caches or packed sequences, into shared memory.
 
 The decode kernel uses TMA and cp.async, the forward kernel TMA from caches only."""
 
@@ -42,11 +42,11 @@ class CacheLayout:
 
     @property
     def is_full(self) -> bool:
-        """Whether no lengths are read: every sequence has all keys that there is room for."""
+        """Whether every sequence has all keys that there is room for."""
         return not (self.has_seqlens or self.is_packed)
 
     def box(self, tile_n: int) -> int:
-        """Return the keys that one TMA copy loads: a block, or the gcd of page size and block.
+        """Return a TMA copy's keys: a block, or gcd(page size, block).
         0 if rows are gathered one by one: pages are too small, or left padding shifts blocks."""
         if not self.page_size:
             return tile_n
@@ -67,7 +67,7 @@ class CacheTables(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of one head of one sequence, counted from the first after the padding."""
+    """The keys of a head of a sequence, counted after the padding."""
 
     row: Int32  # the sequence's row in the cache, or in the page table; anything if keys are packed
     head: Int32  # key/value head
@@ -82,7 +82,7 @@ EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
 
 
 def block_pipeline(barriers, dtype, layout, warps: int, gathers: bool) -> pipeline.PipelineAsync:
-    """Return the mbarrier pipeline from a producer of blocks to the warps that read them.
+    """Return the mbarrier pipeline from a producer of blocks to their readers.
 
     `layout` is (tile_n, columns, stages). `GatheredBlocks` loads the blocks if it `gathers`,
     otherwise `TmaBlocks`.
@@ -94,7 +94,7 @@ def block_pipeline(barriers, dtype, layout, warps: int, gathers: bool) -> pipeli
 
 
 def load_block(load: Callable, pipe, place: tuple, state):
-    """Load the block at a place by a `loader` once its stage is free; return the next state."""
+    """Load the block at a place once its stage is free."""
     pipe.producer_acquire(state)
     load(place, state.index, pipe.producer_get_barrier(state))
     pipe.producer_commit(state)
@@ -103,7 +103,7 @@ def load_block(load: Callable, pipe, place: tuple, state):
 
 
 def box_bytes(columns: int, element_bytes: int) -> int:
-    """Bytes of a row of a TMA box, the width of its swizzle: 128, 64 or 32."""
+    """Bytes of a TMA box's row, its swizzle: 128, 64 or 32."""
     return next(width for width in (128, 64, 32) if columns * element_bytes % width == 0)
 
 
@@ -115,7 +115,7 @@ def box_columns(columns: int, dtype) -> int:
 
 @dataclass(frozen=True)
 class TmaBlocks:
-    """Loads blocks of K or V by TMA, in boxes of `box` keys and up to 128 bytes of columns."""
+    """Loads blocks of K or V by TMA, in boxes of keys."""
 
     # Descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of packed
     # sequences (rows, head_dim, heads). Of these a box may have rows of the next sequence, as it
@@ -199,7 +199,7 @@ class TmaBlocks:
 
     @cute.jit
     def find(self, n_block, keys: Keys) -> tuple:
-        """(first key of a block, page). Without pages, a cache row counts as a page.
+        """(first key of a block, page); a row counts as a page.
 
         If a block has several boxes, a lane looks up the page of one: the whole warp must call.
         Boxes without a readable key get page -1, for which TMA loads zeros: their page-table
@@ -232,7 +232,7 @@ class TmaBlocks:
 
 @dataclass(frozen=True)
 class GatheredBlocks:
-    """Loads blocks of K or V row by row, with the cp.async of a warpgroup.
+    """Loads blocks of K or V by rows, with cp.async.
     Each warp copies a quarter of a block's rows. Each lane looks up one row and shares its place
     with the warp by shuffles."""
 
@@ -286,7 +286,7 @@ class GatheredBlocks:
 
 
 def stream_of_keys(keys: Keys, blocks_k, blocks_v, ring_k, ring_v, is_ahead=True) -> BlockStream:
-    """Loads the blocks of some keys into two `BlockRing`s; `is_ahead` as of `BlockStream`."""
+    """Loads the blocks of some keys into two `BlockRing`s."""
     load_k = partial(load_block, blocks_k.loader(keys), ring_k.loading)
     load_v = partial(load_block, blocks_v.loader(keys), ring_v.loading)
     return BlockStream(partial(blocks_k.find, keys=keys), load_k, load_v, is_ahead)

@@ -1,4 +1,4 @@
-"""The dQ accumulator: fp32 sums in global memory, to which all key tiles add.
+"""The dQ accumulator: sums in global memory, to which key tiles add.
 
 The dQ warpgroup puts its accumulators into shared memory piece by piece (`stage_piece`). The reduce
 warp adds each piece to global memory in bulk (`DqReduction`). Only the dQ conversion reads the
@@ -46,7 +46,7 @@ NOTHING, CLAIMED, STORED = 0, 1, 3
 
 
 class DqPieces(NamedTuple):
-    """A tile of dQ in pieces of 64 rows, which a warpgroup computes one after another."""
+    """A tile of dQ in pieces of 64 rows, computed in turn."""
 
     # rows, columns: pieces below and next to one another; one of the two is 1.
     rows: int
@@ -123,7 +123,7 @@ class DqAccumulator(NamedTuple):
 
     @cute.jit
     def reduce(self, pieces: cutlass.Constexpr, piece, tile, place, memory, is_first):
-        """Add a piece in shared memory to the accumulator, or store it if `is_first`.
+        """Add a piece to the accumulator, or store it if `is_first`.
         One thread calls this. It returns at once; the thread's bulk groups say when it is done."""
         numbers = pieces.numbers // pieces.count
         source = (memory.iterator + place * numbers).align(16)
@@ -159,7 +159,7 @@ class DqAccumulator(NamedTuple):
 
     @cute.jit
     def claim(self, tile, is_zeroed: Int32) -> Boolean:
-        """Claim a tile for the first store, or wait until it has a value; one thread calls this.
+        """Claim, as one thread, the first store, or wait for a value.
         Returns whether this thread must store; otherwise it may add."""
         is_first = Boolean(False)
         if is_zeroed == 0:
@@ -178,7 +178,7 @@ class DqAccumulator(NamedTuple):
 
     @cute.jit
     def has_value(self, tile, is_zeroed: Int32) -> Boolean:
-        """Whether a tile has a value after all key tiles have added; there may be none for it."""
+        """Whether a tile has a value after all key tiles have added."""
         has_value = Boolean(True)
         if is_zeroed == 0:
             flag = cute.arch.load(self.flag_of(tile), Int32, sem="relaxed", scope="gpu")
@@ -188,7 +188,7 @@ class DqAccumulator(NamedTuple):
 
 @dataclass(frozen=True)
 class DqSemaphore:
-    """The turn of one key tile and one query head in a fixed order.
+    """A key tile's and a query head's turn in a fixed order.
     With two accumulators, every other key tile in the order adds to the same one. The key tiles
     that visit a query block are neighbours in the order, with any mask."""
 
@@ -223,7 +223,7 @@ class DqSemaphore:
         return tile[0] >= self.begin and tile[0] < self.end
 
     def signal(self, tile):
-        """Say that this key tile has added to a query tile; one thread calls this.
+        """Say, as one thread, that this key tile has added.
         By a maximum: key tiles that no query sees add zeros at any time."""
         cute.arch.atomic_max(self.dq.flag_of(tile), self.rank, sem="release", scope="gpu")
 
@@ -254,7 +254,7 @@ class DqReduction:
 
     @cute.jit
     def all(self, walk, head, batch, state, added_state, pending):
-        """Add all query blocks of a walk, each when it is this key tile's turn.
+        """Add query blocks of a walk, each when it may be added.
         `pending` is 1 if the stage before the present one is not released yet."""
         rank = Int32(0)
         for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
@@ -311,7 +311,7 @@ class DqReduction:
 
     @cute.jit
     def wait(self, tile, rank, state) -> Boolean:
-        """Wait until a block may be added; for lane 0 return whether it must be stored.
+        """Wait until a block may be added; return whether it is stored.
         Not before dQ is there, as flags may not be zero yet. In a fixed order `rank` is the tile's
         semaphore as it was loaded before."""
         is_first = Boolean(False)
@@ -337,13 +337,13 @@ def stage_piece(pieces: cutlass.Constexpr, acc: cute.Tensor, thread, place, memo
 
 
 def quads_of_lane(first: cute.Pointer, lane, quads: int) -> cute.Tensor:
-    """(4, quads): a lane's elements of a warp's run that begins at `first`."""
+    """(4, quads): a lane's elements of a warp's run from `first`."""
     layout = cute.make_layout((QUAD, quads), stride=(1, QUAD * WARP))
     return cute.make_tensor((first + lane * QUAD).align(16), layout)
 
 
 def in_quads(acc: cute.Tensor) -> cute.Tensor:
-    """View an accumulator as (4, quads): of each quad two columns of two rows."""
+    """View an accumulator as (4, quads); a quad is 2 x 2."""
     return cute.logical_divide(cute.flatten(acc), cute.make_layout(QUAD))
 
 

@@ -1,4 +1,4 @@
-"""Dropout: which probabilities are dropped, drawn where they are needed and kept nowhere.
+"""Dropout: which probabilities are dropped, drawn where needed and kept nowhere.
 
 A score's random number follows from the seed, batch, head, query and key alone. So no tiling and
 no order of the work changes it, and the backward pass draws it again. A warp draws numbers of
@@ -84,7 +84,7 @@ not there."""
 
 
 def threshold_of(dropout_p: float) -> tuple[int, float]:
-    """Return the bits of the threshold for a probability, and the share that is kept.
+    """Return the bits of the threshold, and the share that is kept.
     That is 1 - dropout_p to 16 bits, at least 0.4%."""
     dropped = min(max(round(dropout_p * PATTERNS), 1), MOST_DROPPED)
     # Patterns less than a negative number are those from infinity up to it. Then come two zeros,
@@ -165,7 +165,8 @@ def product_of_words(word: Uint32, factor: int) -> tuple[Uint32, Uint32]:
 
 
 def slot_of(keys, queries) -> Uint32:
-    """Return which counter a lane encrypts of each two squares: 16 more in the second.
+    """Return the counter that a lane encrypts of each two squares.
+    16 more means the second square.
     `keys` and `queries` are key // 16 and query // 16 in the first square."""
     lane = Uint32(cute.arch.lane_idx())
     return (lane + Uint32(keys) + Uint32(queries)) % 2 * COUNTERS + lane // 2
@@ -185,7 +186,7 @@ class TileDropout:
         return cls(words, coords, cute.arch.rcp_approx(call.kept))
 
     def of_pairs(self, n_block) -> Iterator[Uint32]:
-        """Yield the words of a block of keys, in the order of the pairs of an accumulator."""
+        """Yield a key block's words in the order of an accumulator's pairs."""
         squares = self.coords.width // SQUARE
         keys, queries = n_block * squares, self.coords.row // SQUARE
         slot = slot_of(keys, queries)
@@ -195,7 +196,7 @@ class TileDropout:
             yield from of_square
 
     def draw(self, acc_P: cute.Tensor, dtype, n_block) -> list[list[Uint32]]:
-        """Round P of a block of keys, fp32 in an accumulator, and draw what of it is kept.
+        """Round P of a block of keys, and draw what is kept.
         Returns pairs of words: two of P in 16 bits with nothing dropped yet, and their masks."""
         source, drawn = cute.flatten(acc_P), []
         packed = PACKED_TYPES[dtype.__name__]
@@ -240,7 +241,7 @@ class TransposedDropout:
                 yield WORDS * i + 2 * of_queries + of_keys, word
 
     def masks(self, m_block, count: int, parts: int) -> list[Uint32]:
-        """Draw what is kept of a block of queries: masks for the words of P^T in 16 bits.
+        """Draw masks of what is kept, for the words of P^T.
 
         All counters are encrypted at once, but in turn where the block has two parts, which leave
         fewer registers free.
@@ -259,7 +260,7 @@ class TransposedDropout:
 
 
 def split_probabilities(rP: cute.Tensor, kept: cute.Tensor, masks: list[Uint32]) -> None:
-    """Write what is kept of P, and 0 for the rest, whose sign is turned in P."""
+    """Write what is kept of P; turn the sign of the rest."""
     p, kept = words_of(rP), words_of(kept)
     for i, mask in enumerate(masks):
         # The second is p | ~mask & 0x80008000. Both are read before either is written, since the

@@ -1,4 +1,4 @@
-"""WGMMA register fragments: views, which move no data, conversion to 16 bits, and coordinates.
+"""WGMMA register fragments: views, which move no data, conversions, and coordinates.
 
 Coordinates are the query, key, head and batch of a thread's scores, for masks, score functions and
 epilogues.
@@ -74,7 +74,7 @@ def convert(source: cute.Tensor, target: cute.Tensor):
 
 
 def convert_words(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Convert fp32 registers to the target's 16-bit type, two at once; layouts are the same."""
+    """Convert fp32 registers to a 16-bit type, two at once; layouts agree."""
     packed = PACKED_TYPES[target.element_type.__name__]
     source, words = cute.flatten(source), words_of(target)
     for i in range(cute.size(words)):
@@ -86,7 +86,7 @@ def convert_words(source: cute.Tensor, target: cute.Tensor) -> None:
 
 
 def widen_words(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Convert registers of a 16-bit type to fp32, two at once; both have the same layout."""
+    """Convert registers of 16 bits to fp32, two at once; layouts agree."""
     code = WIDENING[source.element_type.__name__]
     words, target = words_of(source), cute.flatten(target)
     for i in range(cute.size(words)):
@@ -102,14 +102,14 @@ def words_of(fragment: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def write_fragment(fragment: cute.Tensor, tiled_mma: cute.TiledMma, thread, target: cute.Tensor):
-    """Write a thread's part of a 16-bit accumulator to shared memory, (rows, columns)."""
+    """Write a thread's part of a 16-bit accumulator to shared memory."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), fragment.element_type)
     copy = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
     cute.copy(atom, copy.retile(fragment), copy.partition_D(target))
 
 
 class Position(NamedTuple):
-    """The position of one score, as a user's score or mask function sees it.
+    """The position of a score, as a user's function sees it.
 
     `query` and `key` are always inside the sequence: in the padding of a tile they name the last
     one, and 0 if the sequence has none. Query i is aligned with key i + seqlen_k - seqlen_q.
@@ -125,7 +125,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCoords:
-    """Coordinates of a thread's scores in a block, with keys as its columns, or queries.
+    """Coordinates of a thread's scores in a block of keys or queries.
 
     Score (r, c) is in row `row + row_steps[r]`, and in column `column + column_steps[c]` of a block
     of `width` columns. Steps are compile-time integers.
@@ -203,7 +203,7 @@ class TransposedCoords(BlockCoords):
     """Coordinates of a thread's part of S^T: rows are keys, columns queries."""
 
     def shifted(self, columns: int) -> "TransposedCoords":
-        """The coordinates of as many scores that many columns further in the block."""
+        """The coordinates of scores that many columns further in the block."""
         return replace(self, column=self.column + columns)
 
     def position(self, r: int, c: int, m_block, sequence) -> Position:

@@ -1,4 +1,4 @@
-"""The WGMMAs of the backward kernel, without dQ: shared memory layouts, operands, accumulators.
+"""The WGMMAs of the backward kernel except dQ: layouts, operands, accumulators.
 
 Every buffer in shared memory is read in two ways. Q, K and dO are rows of a head for S and dP, and
 columns of it for dK, dQ and dV; dS (keys, queries) is an operand of dK as it is and of dQ
@@ -64,7 +64,7 @@ class GradientLayouts(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyTileStep:
-    """The steps of one key tile and one query head, for one warpgroup."""
+    """A warpgroup's steps of one key tile and one query head."""
 
     config: object  # a `fa3.kernels.backward_launch.BackwardConfig`
     # smem, pipelines: the kernel's buffers and pipelines.

@@ -45,7 +45,7 @@ class ColumnStatistics:
     at_once: int  # how many it reads at once, 2 or 4
 
     def read(self, which: int, i: int) -> cute.Tensor:
-        """The log-sum-exps or the deltas of columns [i at_once, (i + 1) at_once), in registers."""
+        """Log-sum-exps or deltas of columns [i at_once, (i + 1) at_once)."""
         values = cute.make_rmem_tensor(self.at_once, Float32)
         place = place_of_row(self.column, self.at_once) // self.at_once + i * QUAD
         cute.autovec_copy(vector_of(self.numbers[None, which], place, self.at_once), values)
@@ -164,7 +164,7 @@ class GradientStep(KeyTileStep):
         return q_state, do_state
 
     def of_part(self, part) -> "GradientStep":
-        """The steps for one part of each block: its scores have other coordinates."""
+        """The steps for a part of each block, with its coordinates."""
         rules, dropout = self.rules.shifted(part * self.config.queries), self.dropout
         if dropout is not None:
             dropout = replace(dropout, coords=rules.coords)

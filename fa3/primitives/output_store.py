@@ -1,4 +1,4 @@
-"""Stores of O, dK and dV, and of log-sum-exps: through shared memory, or rows from registers.
+"""Stores of O, dK, dV and log-sum-exps, from shared memory or registers.
 
 Split tiles of the forward kernel (`PartMerge`): several CTAs share a tile's keys. Each computes a
 part, O and log-sum-exps over some key blocks. All but the last CTA write their parts to global
@@ -33,7 +33,7 @@ class RowLse(NamedTuple):
 
     @classmethod
     def at(cls, address: Int64, shape: tuple, is_packed: bool = False) -> "RowLse":
-        """Return the tensor (batch, heads, rows) at an address; nothing if that is 0.
+        """Return the tensor (batch, heads, rows) at an address, or nothing.
         If it is packed, the rows are the same for every sequence."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
         layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
@@ -47,7 +47,7 @@ class RowLse(NamedTuple):
 
 
 def shared_by(batch, layout: cute.Layout) -> cute.Layout:
-    """A layout with a mode in front, all of whose `batch` entries are the same."""
+    """A layout with a mode in front, of `batch` equal entries."""
     return cute.prepend(layout, cute.make_layout(batch, stride=0))
 
 
@@ -90,7 +90,7 @@ class RowStore(NamedTuple):
 
 @cute.jit
 def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
-    """Write a thread's part of an accumulator row, in pairs; its first column is `column`.
+    """Write a thread's part of a row in pairs, from `column` on.
     `values` may have more columns than the row."""
     pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
     for i in cutlass.range_constexpr(row.shape[0] // 8):
@@ -112,7 +112,7 @@ class SlabStore:
 
     @cute.jit
     def store(self, acc: cute.Tensor, slab: Int32, head: Int32, rows):
-        """Write an accumulator to rows [64 slab, 64 slab + 64) of the sequence that has `rows`."""
+        """Write an accumulator to slab `slab` of the sequence that has `rows`."""
         is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
         if is_storing_warp:
             self.wait()
@@ -155,7 +155,7 @@ class GradientStore:
 
     @property
     def groups_that_store(self) -> int:
-        """MMA warpgroups with columns of the head; with 16 or fewer the second has only padding.
+        """MMA warpgroups that have columns of the head, not only padding.
         Shared memory has at least 32 columns, of which each of two warpgroups has half."""
         if not self.warpgroups_share_keys:
             return self.groups
@@ -164,7 +164,7 @@ class GradientStore:
 
     @cute.jit
     def write(self, acc: cute.Tensor, tiled_mma: cute.TiledMma, thread, group, stage=0):
-        """Write a warpgroup's accumulator to its part of the buffer, which is not read any more."""
+        """Write a warpgroup's accumulator to its part of the free buffer."""
         converted = cute.make_rmem_tensor_like(acc, self.smem.element_type)
         convert(acc, converted)
         target = self.smem[None, None, stage * self.groups + group]
@@ -174,7 +174,7 @@ class GradientStore:
 
     @cute.jit
     def store(self, n_block, head, rows, stage=0):
-        """Copy a tile to global memory; one warp calls this when all have written.
+        """Copy a tile to global memory; one warp, when all have written.
         Returns when TMA has read the buffer."""
         slabs = 1 if self.warpgroups_share_keys else self.groups
         if cute.arch.lane_idx() == 0:
@@ -197,13 +197,13 @@ HAS_COME, HAS_LEFT = 1, 1 << 16
 
 
 class PartCounter(NamedTuple):
-    """Counts CTAs or warps that have come to write parts of a tile, and have left."""
+    """Counts CTAs or warps that came to write parts, and have left."""
 
     place: cute.Pointer  # int32, zero before a launch and after it
     others: Int32  # parts of the tile besides this one
 
     def take_number(self) -> Int32:
-        """Count a part that is nearly done; return how many came before. One thread calls this."""
+        """Count, as one thread, a nearly done part; return those before it."""
         return cute.arch.atomic_add(self.place, Int32(HAS_COME), sem="relaxed", scope="gpu")
 
     def is_last(self, number: Int32) -> Boolean:
@@ -222,7 +222,7 @@ class PartCounter(NamedTuple):
             count = cute.arch.load(self.place, Int32, sem="acquire", scope="gpu")
 
     def reset(self):
-        """Leave the counter as it was before the launch. One thread calls this."""
+        """Leave the counter, as one thread, as before the launch."""
         cute.arch.store(self.place, Int32(0), sem="relaxed", scope="gpu")
 
 
@@ -268,7 +268,7 @@ class PartMerge:
 
     @cute.jit
     def take_number(self) -> Int32:
-        """Take a number when the part is nearly done: how many warps came before. Lane 0 has it."""
+        """Take a number when a part is nearly done, in lane 0."""
         number = Int32(0)
         if self.part.num_parts > 1 and cute.arch.lane_idx() == 0:
             number = self.counter.take_number()
@@ -280,7 +280,7 @@ class PartMerge:
         return PartCounter(place, self.part.num_parts - 1)
 
     def is_last(self, number: Int32) -> Boolean:
-        """Whether this part, which took a number, is the last one of its tile."""
+        """Whether the part with this number is the last of its tile."""
         return self.counter.is_last(cute.arch.shuffle_sync(number, 0))
 
     @cute.jit
@@ -319,7 +319,7 @@ class PartMerge:
 
     @cute.jit
     def merge_vectors(self, vectors_O, begin: cutlass.Constexpr, lse, merged_lse, sinks):
-        """Merge all parts' vectors from `begin` on into `vectors_O`, which holds this part's."""
+        """Merge parts' vectors from `begin` on into `vectors_O`, this part's."""
         lane, warp, part = cute.arch.lane_idx(), self.warp, self.part
         rows = range(ROWS_OF_THREAD)
         # For each row: the largest base-2 log-sum-exp so far, and the sum of exp2(lse - largest).

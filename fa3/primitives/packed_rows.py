@@ -1,4 +1,4 @@
-"""Packed GQA: tiles whose rows are all query heads of a key/value head at all query positions.
+"""Packed GQA: tiles of all query heads of a key/value head.
 
 The decode kernel loads Q, stores O and merges parts through this module. Row r of a key/value head
 is query position r // heads and query head r % heads of its group, with `heads` query heads in a
@@ -84,7 +84,7 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of some lanes over parts of a row; `reference` is the largest log-sum-exp among them."""
+    """Sums of lanes over parts of a row; `reference` is their maximum."""
 
     o: cute.Tensor  # sum of exp(lse_i - reference) O_i in this lane's columns
     scalars: cute.Tensor  # the reference, and the sum of exp(lse_i - reference)
@@ -98,7 +98,7 @@ class Sums:
 
     @cute.jit
     def rebase(self, largest: Float32) -> Float32:
-        """Raise the reference to `largest` if that is larger; return it, or 0 if it is -inf."""
+        """Raise the reference to `largest`; return it, 0 for -inf."""
         self.scalars[0] = cute.arch.fmax(self.scalars[0], largest)
         return finite(self.scalars[0])
 
@@ -130,7 +130,7 @@ class Sums:
 
     @cute.jit
     def store(self, target: cute.Tensor, lse: RowLse, at: tuple, vector, sink):
-        """Write a lane's columns of a row, and the log-sum-exp from its first lane.
+        """Write a lane's columns of a row; lane 0 writes the log-sum-exp.
 
         `at` is its place, `vector` the index of the columns. A `sink` is a logit that joins the
         row, or None.
@@ -161,7 +161,7 @@ PARTS_AT_ONCE = 16  # parts of a row that a warp loads at once when it merges th
 
 @dataclass(frozen=True)
 class PackedCoords(ScoreCoords):
-    """Coordinates of a thread's scores in a packed tile; `head` is the key/value head."""
+    """Coordinates in a packed tile; `head` is the key/value head."""
 
     qhead_per_kvhead: int
 
@@ -191,7 +191,7 @@ def fetch_rows(
     qhead_per_kvhead: cutlass.Constexpr,
     thread: Int32,
 ):
-    """Start to copy a tile's rows of Q (batch, rows, heads_q, head_dim) to shared memory.
+    """Start to copy a tile's rows of Q to shared memory.
     A warpgroup issues cp.async. Rows and columns past the end become 0. If elements of Q are
     smaller than elements of `smem`, each vector takes the first bytes of its place."""
     first, seqlen_q = queries
@@ -215,7 +215,7 @@ def fetch_rows(
 
 @cute.jit
 def clear_rows(smem: cute.Tensor, begin, thread: Int32):
-    """Zero the rows of a 16-bit matrix (rows, columns) in shared memory from `begin` on."""
+    """Zero rows of a 16-bit matrix in shared memory from `begin` on."""
     rows, columns = (cute.size(smem, mode=[i]) for i in range(2))
     zeros = cute.make_rmem_tensor(VECTOR, smem.element_type)
     zeros.fill(0.0)
@@ -249,7 +249,7 @@ def store_rows(
 def store_part(
     workspace: Workspace, slot, rows: cute.Tensor, lse: cute.Tensor, coords: PackedCoords
 ):
-    """Write a thread's part of a tile's rows (2, columns) and their log-sum-exps to a slot."""
+    """Write a thread's part of a tile, and log-sum-exps, to a slot."""
     for r in cutlass.range_constexpr(cute.size(lse)):
         row = coords.row_at(r) % ROWS
         if row < workspace.lse.shape[1]:
@@ -261,7 +261,7 @@ def store_part(
 def merge_parts(
     workspace, segment, qhead_per_kvhead: cutlass.Constexpr, thread, mO, row_lse, sinks, queries
 ):
-    """Merge the parts of a segment's tile, in the order of slots, and write its rows.
+    """Merge a tile's parts in the order of slots; write its rows.
     The rows of O (batch, rows, heads_q, head_dim_v), the log-sum-exps and `queries` are as in
     `store_rows`. Each warp of a warpgroup has a row at a time."""
     first, seqlen_q = queries
@@ -285,7 +285,7 @@ def merge_parts(
 
 @cute.jit
 def sums_of_row(workspace: Workspace, part, row: Int32, vector: Int32) -> Sums:
-    """The sums of a lane's four columns over all parts of a row."""
+    """The sums of a lane's columns over all parts of a row."""
     sums, first = Sums.create(), Int32(0)
     while first < part.num_parts:
         o = cute.make_rmem_tensor((QUAD, PARTS_AT_ONCE), Float32)

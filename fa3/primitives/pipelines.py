@@ -35,7 +35,7 @@ def tma_pipeline(
 def thread_pipeline(
     barriers, stages: int, writers: int, readers: int, kind: type = pipeline.PipelineAsync
 ) -> pipeline.PipelineAsync:
-    """The pipeline of a buffer that so many threads fill, and others read."""
+    """The pipeline of a buffer that some threads fill and others read."""
     return kind.create(
         barrier_storage=barriers.data_ptr(),
         num_stages=stages,

@@ -1,4 +1,4 @@
-"""Query tiles of the backward pass: their numbers, their rows' statistics, and their order.
+"""Query tiles of the backward pass: numbers, statistics of rows, and order.
 
 `statistics_of_tile`: the log-sum-exp and the delta of each row. `fa3.kernels.backward_preprocess`
 writes them; the backward kernel loads the statistics of a tile in one run. The other thing that is
@@ -43,7 +43,7 @@ class QueryTiles(NamedTuple):
         return Int64(m_block) + self.tiles_per_head * (head + self.num_heads * Int64(batch))
 
     def at(self, tile: int, segment) -> "QueryTiles":
-        """The numbers for a segment's sequence, of query tiles or of key tiles."""
+        """The numbers for a segment's sequence, of query or key tiles."""
         return self
 
     at_keys = at
@@ -79,12 +79,12 @@ class PackedQueryTiles(NamedTuple):
 
 
 def first_packed_tile(tile_m: int, begin_q, batch):
-    """The number of a packed sequence's first tile in head 0; it grows with `batch`."""
+    """The number of a packed sequence's first tile in head 0."""
     return begin_q // tile_m + batch
 
 
 def number_of_packed_tiles(total_q, num_sequences, tile_m: int):
-    """Numbers of a head for all sequences, on the host or in a kernel."""
+    """Numbers of a head for all sequences, on host or in kernel."""
     return first_packed_tile(tile_m, total_q, num_sequences)
 
 
@@ -99,7 +99,7 @@ def statistics_of_tile(buffer: cute.Tensor, tile_m: int, number: Int64) -> cute.
 
 
 def place_of_row(row, at_once: int):
-    """The place of a row's statistics in its tile, on the host or in a kernel.
+    """The place of a row's statistics in its tile.
     A thread's columns of an accumulator are pairs, 8 apart. If it reads the statistics of 4 rows at
     once, two of its pairs are next to each other, followed by the pairs of the next thread."""
     if at_once == PAIR:
@@ -123,7 +123,7 @@ class QueryWalk(NamedTuple):
 
     @classmethod
     def of(cls, blocks, is_down) -> "QueryWalk":
-        """The walk of `Blocks`: downwards if `is_down` is 1, upwards if it is 0 or None."""
+        """The walk of `Blocks`, downwards if `is_down` is 1, else upwards."""
         if is_down is None:
             return cls(blocks)
         begin, full_begin, full_end, end = blocks
@@ -132,5 +132,5 @@ class QueryWalk(NamedTuple):
         return cls(places, is_down * (begin + end - 1), 1 - 2 * is_down)
 
     def at(self, i):
-        """The query block at a place of the walk, begin <= i < end."""
+        """The query block at place i of the walk."""
         return i if self.step is None else self.first + self.step * i

@@ -1,4 +1,4 @@
-"""Where packed sequences begin and end: read on the GPU, and cut to the tensors that there are.
+"""Where packed sequences begin and end: read and clamped on the GPU.
 
 What the previous kernel may still write is read from L2 (`read_early`).
 """
@@ -12,7 +12,7 @@ from fa3.primitives.arithmetic import larger, smaller
 
 
 def read_early(tensor: cute.Tensor, coord) -> Int32:
-    """Read an integer that the previous kernel may still write; skips L1, which is not coherent."""
+    """Read an integer that the previous kernel may still write; skips L1."""
     address = tensor.iterator + cute.crd2idx(coord, tensor.layout)
     return cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
 
@@ -39,7 +39,7 @@ class CacheLengths(NamedTuple):
     capacity: Int32  # keys that a sequence has room for; longer lengths are cut to it
 
     def read(self, batch) -> tuple[Int32, Int32]:
-        """A sequence's row in the cache or in its page table, and its length."""
+        """A sequence's row in the cache or page table, and its length."""
         return batch, larger(smaller(self.used[batch], self.capacity), 0)
 
     def prefetch(self, batch) -> None:
@@ -48,7 +48,7 @@ class CacheLengths(NamedTuple):
 
 
 class RaggedLengths(NamedTuple):
-    """Where packed sequences begin and end, in device memory, and what bounds them.
+    """Where packed sequences begin and end, and what bounds them.
     Where methods take `entry`, that reads an entry of a table."""
 
     # cu, used: cumulated lengths; rows that count, or None.
@@ -65,7 +65,7 @@ class RaggedLengths(NamedTuple):
         return larger(smaller(entry(self.cu, batch), self.total), 0)
 
     def end(self, batch, begin, entry=entry_of) -> Int32:
-        """The row after a sequence's last one, which is not before `begin`, its first one.
+        """The row after a sequence's last one, not before its first, `begin`.
         The difference of two ends as they are may leave 32 bits."""
         return larger(smaller(entry(self.cu, batch + 1), self.total), begin)
 
@@ -78,14 +78,14 @@ class RaggedLengths(NamedTuple):
         return begin, larger(smaller(length, entry(self.used, batch)), 0)
 
     def prefetch(self, batch) -> None:
-        """Ask L2 for what `read` reads: of a warp's lanes, for all that all of them read."""
+        """Ask L2 for what the lanes of a warp `read`."""
         ask_l2(self.cu, batch)
         if self.used is not None:
             ask_l2(self.used, batch)
 
     @cute.jit
     def owned(self, batch) -> Int32:
-        """Rows from a sequence's first one to the next sequence's, or to the tensor's end.
+        """Rows from a sequence's first to the next sequence's, or the end.
         They count or not; lengths that are right leave none that no sequence owns."""
         begin = self.begin(batch)
         end = self.end(batch, begin)

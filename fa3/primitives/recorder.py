@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 
 
 class Note(NamedTuple):
-    """A row of a recording: a warpgroup's work on a tile; times in ns."""
+    """A row of a recording: work on a tile; times in ns."""
 
     sm: int  # the SM that did it
     warpgroup: int  # index of the consumer warpgroup in its CTA
@@ -28,7 +28,7 @@ HEADER = 1
 
 
 class Recorder(NamedTuple):
-    """Writes notes to `words`: (HEADER + rows * fields,) int64, zero before the launch."""
+    """Writes notes to `words`, (HEADER + rows * fields,) int64, first zero."""
 
     words: cute.Tensor
 

@@ -1,4 +1,4 @@
-"""Shared memory of a CTA: its capacity, the columns that a head takes, and the DSL's allocator."""
+"""Shared memory of a CTA: capacity, columns of heads, the allocator."""
 
 try:  # from version 4.8 on
     from cutlass.memory import SmemAllocator
@@ -13,12 +13,12 @@ COLUMN_UNIT = 32  # columns of Q, K, V and O in shared memory come in multiples 
 
 
 def padded(head_dim: int) -> int:
-    """Columns that a head takes. TMA loads fill the padding with 0, and TMA stores skip it."""
+    """Columns of a head; TMA loads zeros as padding, stores skip it."""
     return -(-head_dim // COLUMN_UNIT) * COLUMN_UNIT
 
 
 def check_fits(smem_bytes: int, config: object, spec: object) -> None:
-    """Raise a ValueError if a config needs more shared memory for a spec than a CTA has."""
+    """Raise a ValueError if a config needs too much shared memory."""
     if smem_bytes > CAPACITY:
         raise ValueError(
             f"{config} needs {smem_bytes} bytes of shared memory for {spec}, a CTA has {CAPACITY}"

@@ -1,4 +1,4 @@
-"""Online softmax in base 2 on accumulators: turns `attention`'s scores into P, and finishes O."""
+"""Online softmax in base 2: turns scores into P, and finishes O."""
 
 import math
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class RowMax(Enum):
 
 @cute.jit
 def row_reduce(row: cute.Tensor, op: cutlass.Constexpr, columns: cutlass.Constexpr) -> Float32:
-    """Reduce the first `columns` of this thread's part of a row, in four independent chains."""
+    """Reduce the first `columns` of a thread's row in four chains."""
     lanes = [row[i] for i in range(4)]
     for i in cutlass.range_constexpr(4, columns, 4):
         for j in cutlass.range_constexpr(4):
@@ -142,7 +142,7 @@ class OnlineSoftmax:
     def adopt(
         self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
     ):
-        """Take references from this block for rows that have seen no key yet, as `start` does."""
+        """Take references, as `start` does, for rows that saw no key yet."""
         num_rows, references = cute.size(scores, mode=[0]), self.row_max
         is_missing = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(num_rows):
@@ -156,7 +156,7 @@ class OnlineSoftmax:
     def references(
         self, scores: cute.Tensor, shifts: tuple | None, sees: cutlass.Constexpr
     ) -> cute.Tensor:
-        """The rows' references from one block alone; -inf for a row that sees no key in it."""
+        """The rows' references from one block; -inf for rows without keys."""
         references, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
         maxima = self.maxima(scores, shifts, None if sees is None else GUESSED)
         for r in cutlass.range_constexpr(cute.size(references)):
@@ -170,7 +170,7 @@ class OnlineSoftmax:
 
     @property
     def margin(self):
-        """How far a reference lies above the scores it is taken from, in units of raw scores."""
+        """How far a reference is above its scores, in raw scores."""
         if self.reference is RowMax.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
         if self.reference is RowMax.EXACT:
@@ -180,14 +180,14 @@ class OnlineSoftmax:
     def maxima(
         self, scores: cute.Tensor, shifts: tuple | None, columns: int | None = None
     ) -> list[Float32]:
-        """This thread's largest score in each row, over all or the first columns."""
+        """This thread's largest score in each row, over all or first columns."""
         rows, columns = range(cute.size(scores, mode=[0])), columns or cute.size(scores, mode=[1])
         maxima = [row_reduce(scores[r, None], cute.arch.fmax, columns) for r in rows]
         return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
 
     @cute.jit
     def follow(self, scores, acc, acc_ready: cutlass.Constexpr, shifts: tuple | None = None):
-        """Raise the references that scores exceed too far; rescale sums and acc (rows, columns).
+        """Raise references that scores exceed too far; rescale sums and acc.
         Calls `acc_ready()` before it reads or writes acc."""
         num_rows = cute.size(scores, mode=[0])
         maxima = self.maxima(scores, shifts)
@@ -212,7 +212,7 @@ class OnlineSoftmax:
     def exponentiate(
         self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
     ):
-        """Replace scores by exp2(scale_log2 * (score + shift - reference)); add to the sums."""
+        """Replace scores by exp2(scale_log2 * (score + shift - reference)); sum up."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
             exponents = row.load() * self.scale_log2
@@ -227,7 +227,7 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
 
     def has_summed(self):
-        """Always true. Unless the reference follows, the GPU must first compute the row sums."""
+        """Always true; unless it is ONLINE, the GPU first computes row sums."""
         return True if self.reference is RowMax.ONLINE else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
@@ -299,7 +299,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def is_sure(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether surely none of this thread's rows failed: a quick test that almost always holds.
+        """Whether surely none of this thread's rows failed; a quick test.
 
         Args:
             acc: the rows' finished output (rows, columns).

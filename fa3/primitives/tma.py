@@ -1,4 +1,4 @@
-"""TMA (tensor memory accelerator): descriptors of tensors, loads of tiles, copies of plain runs.
+"""TMA (tensor memory accelerator): descriptors, loads of tiles, copies of runs.
 
 `DenseRows` and `RaggedRows` say where the rows of one sequence lie, for loads and stores.
 """
@@ -21,7 +21,7 @@ WRAP = 2**34  # WRAP * ROWS_END elements are 2**64: as much as nothing, since ad
 
 
 class DenseRows(NamedTuple):
-    """The place of one sequence's rows in a tensor (rows, head_dim, heads, batch)."""
+    """The place of a sequence's rows in (rows, head_dim, heads, batch)."""
 
     batch: int
 
@@ -31,7 +31,7 @@ class DenseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """The place of one sequence's rows among others in a tensor of `ragged_tma_view`."""
+    """The place of a sequence's rows in a tensor of `ragged_tma_view`."""
 
     # begin, length: its first row and the number of its rows.
     begin: int
@@ -44,7 +44,7 @@ class RaggedRows(NamedTuple):
 
 
 def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
-    """A view of (total, heads, head_dim) in which each sequence can end where the rows end.
+    """A view of (total, heads, head_dim) where sequences end with the rows.
 
     (rows, head_dim, heads, ends, back): element (r, c, h, e, ROWS_END) is in row
     r + e - ROWS_END. So row ROWS_END - length + i with e = begin + length is row i of a sequence,
@@ -65,7 +65,7 @@ def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def in_batch(tensor: cute.Tensor | None, rank: int = RANK) -> cute.Tensor | None:
-    """A tensor of so many dimensions; packed sequences are in a batch of one."""
+    """A tensor of `rank`; packed sequences are in a batch of one."""
     if tensor is None or cute.rank(tensor) == rank:
         return tensor
     layout = cute.prepend(tensor.layout, cute.make_layout(1))
@@ -80,14 +80,14 @@ def rows_first(tensor: cute.Tensor) -> cute.Tensor:
 
 
 class TmaTensor(NamedTuple):
-    """A TMA descriptor of a tensor (rows, head_dim, heads, batch), and its coordinates."""
+    """A TMA descriptor of (rows, head_dim, heads, batch), and its coordinates."""
 
     atom: cute.CopyAtom
     coords: cute.Tensor
 
     @classmethod
     def of(cls, op, tensor: cute.Tensor, smem_layout, num_multicast: int = 1) -> "TmaTensor":
-        """The descriptor for copies to or from one stage of a layout (rows, head_dim, stages)."""
+        """The descriptor for copies of a stage of (rows, head_dim, stages)."""
         stage = cute.slice_(smem_layout, (None, None, 0))
         tile = tuple(cute.size(stage.outer, mode=[i]) for i in range(2))
         info = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
@@ -96,7 +96,7 @@ class TmaTensor(NamedTuple):
     def tiles_of_head(
         self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1, column=0
     ):
-        """Return both sides of a copy of one head: shared memory by stage, global memory by tile.
+        """Return both sides of a copy: stages in shared memory, global tiles.
 
         With multicast, only the share that the CTA of rank `rank` copies. `rows` says where the
         rows of the sequence are (`fa3.primitives.tma`), `column` which tile of
@@ -131,7 +131,7 @@ def tile_loader(
     cluster: int = 1,
     load_more: Callable | None = None,  # (index, state), loads what else belongs to the stage
 ) -> Callable:
-    """A function (index, state) -> next state that loads tile `index` of a head into a stage.
+    """A function (index, state) -> next state that loads a tile.
     It waits until the stage is free. The loads signal the stage's mbarrier."""
     to_smem, from_gmem = tma.tiles_of_head(smem, head, rows, rank, cluster)
     multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
@@ -178,7 +178,7 @@ ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
 
 
 def send_run(instruction: str, source: cute.Tensor, target: cute.Pointer):
-    """Copy contiguous fp32 numbers from shared to global memory, or add them; a bulk group.
+    """Copy or add contiguous fp32 numbers to global memory; a bulk group.
     One thread calls it, which also waits for the group; alignment is as for `load_run`."""
     cute.arch.inline_ptx(
         f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",

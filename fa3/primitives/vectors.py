@@ -1,4 +1,4 @@
-"""Rows as vectors of 16 bytes, the most that a thread moves at once."""
+"""Vectors of 16 bytes, the most that a thread moves at once."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,12 +15,12 @@ def vector_of(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:
 
 
 def row_and_vector(index, columns: int, size: int = VECTOR):
-    """(row, vector in the row) of vector number `index`; rows have `columns` elements."""
+    """(row, vector) of vector number `index`; rows have `columns` elements."""
     return index // (columns // size), index % (columns // size)
 
 
 def as_elements(vector: cute.Tensor, dtype) -> cute.Tensor:
-    """The first bytes of a vector of 8 elements as so many elements of `dtype`."""
+    """The first bytes of a vector as 8 elements of `dtype`."""
     if vector.element_type is dtype:
         return vector
     return vector_of(cute.recast_tensor(vector, dtype), 0)
@@ -28,7 +28,7 @@ def as_elements(vector: cute.Tensor, dtype) -> cute.Tensor:
 
 @cute.jit
 def store_words(words: tuple, target: cute.Pointer):
-    """Write int32 words to global memory at once; their bytes are a multiple of 16."""
+    """Write int32 words, multiples of 16 bytes, to global memory at once."""
     values = cute.make_rmem_tensor(len(words), Int32)
     for i in cutlass.range_constexpr(len(words)):
         values[i] = words[i]

@@ -19,7 +19,7 @@ ROWS_OF_WARP = ROWS // WARPS  # accumulator rows of a WGMMA that one warp holds
 
 @cute.jit
 def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Constexpr):
-    """Start acc = a b^T (+ acc) over all k blocks, as one commit group.
+    """Start acc = a b^T (+ acc) as one commit group.
     The caller waits for it. Makes its own MMA atom: a field set on an atom from outside a dynamic
     loop would escape it."""
     mma = cute.make_tiled_mma(op)
