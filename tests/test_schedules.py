@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -150,9 +151,15 @@ ORDER = TileOrder(num_m_blocks=4, num_heads=2, batch=2, heads_per_section=3)
 TILES = [ORDER.tile(index) for index in range(ORDER.num_tiles)]
 
 
+def arranged(num_clusters: int, tiles: list) -> TileList:
+    """Assign tiles of equal times in an order."""
+    tiled = SimpleNamespace(order=ORDER, num_clusters=num_clusters, times=np.ones(len(TILES)))
+    return TileList.in_order_of(tiled, lambda _: tiles)
+
+
 @given(st.permutations(TILES), st.integers(1, 20))
 def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
-    schedule = TileList.in_order_of(ORDER, num_clusters, tiles, np.ones(len(TILES)))
+    schedule = arranged(num_clusters, tiles)
     walks = [
         [segment.tile for segment in walk(schedule, cluster)] for cluster in range(num_clusters)
     ]
@@ -177,7 +184,7 @@ def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
 )
 def test_an_order_that_is_not_one_is_refused(tiles, error, complaint):
     with pytest.raises(error, match=f"^schedule {complaint}"):
-        TileList.in_order_of(ORDER, 3, tiles, np.ones(len(TILES)))
+        arranged(3, tiles)
 
 
 HEAD_DIMS = (64, 128, 256)

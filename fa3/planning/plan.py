@@ -217,19 +217,19 @@ def check_arguments(
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     if not isinstance(config, ForwardConfig | None):
         raise TypeError(f"config must be a ForwardConfig or None, got {shown(config)}")
-    check_type("gpu.name", gpu.name, str)
-    check_size("gpu.num_sms", gpu.num_sms)
-    check_size("gpu.l2_bytes", gpu.l2_bytes)
-    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
-        check_size(f"problem.{name}", getattr(problem, name), least=0)
-    check_size("problem.qhead_per_kvhead", problem.qhead_per_kvhead)
     spec, window = problem.spec, problem.window
+    check_type("gpu.name", gpu.name, str)
     check_type("problem.spec", spec, AttentionSpec)
     check_type("problem.window", window, Window)
-    for name, bound in window._asdict().items():
-        check_type(f"problem.window.{name}", bound, int)
-        if bound < NO_BOUND:
-            raise ValueError(f"problem.window.{name} must be -1 (none) or more, got {bound}")
+    for owner, of, least, names in (
+        ("gpu", gpu, 1, ("num_sms", "l2_bytes")),
+        ("problem", problem, 0, ("batch", "seqlen_q", "seqlen_k", "num_heads_kv")),
+        ("problem", problem, 1, ("qhead_per_kvhead",)),
+        ("problem.spec", spec, 1, ("head_dim", "head_dim_v")),
+        ("problem.window", window, NO_BOUND, Window._fields),
+    ):
+        for name in names:
+            check_size(f"{owner}.{name}", getattr(of, name), least)
     if not spec.is_fp8 and spec.dtype not in ELEMENTS:
         kinds = [*ELEMENTS, FP8]
         raise ValueError(f"problem.spec.dtype must be one of {kinds}, got {spec.dtype!r}")
@@ -241,7 +241,6 @@ def check_arguments(
     unit = FP8_HEAD_DIM_UNIT if spec.is_fp8 else HEAD_DIM_UNIT
     for name in ("head_dim", "head_dim_v"):
         size = getattr(spec, name)
-        check_size(f"problem.spec.{name}", size)
         if size % unit or size > MAX_HEAD_DIM:
             raise ValueError(
                 f"problem.spec.{name} must be a multiple of {unit} up to {MAX_HEAD_DIM}, got {size}"
@@ -283,7 +282,7 @@ def check_type(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
 
 
-def check_size(name: str, value: Any, least: int = 1) -> None:
+def check_size(name: str, value: Any, least: int) -> None:
     """Raise unless a value is an integer of at least `least`."""
     check_type(name, value, int)
     if value < least:

@@ -7,7 +7,6 @@ the host and needs no GPU. `fa3.calls.prepare` and the command line call it.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
 
 from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
@@ -69,8 +68,8 @@ def plan_forward(
     if name == SplitTiles.name:
         tilings = for_parts
     compared = candidates(problem, gpu, tilings, (name,) if name else WHOLE)
-    if isinstance(schedule, tuple(SCHEDULES.values())):
-        return plan_of_schedule(problem, gpu, compared, cast(Schedule, schedule))
+    if isinstance(schedule, Schedule):
+        return plan_of_schedule(problem, gpu, compared, schedule)
     best = choose(compared)
     may_split = not (name or problem.spec.has_user_functions)
     if may_split and best.prediction.busy < 1 - IDLE:
@@ -78,9 +77,12 @@ def plan_forward(
         parts = candidates(problem, gpu, for_parts, (SplitTiles.name,))
         best = choose([best, *parts], MARGIN_OF_PARTS)
         compared += parts
-    arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
-    made = make_schedule(TiledProblem(problem, gpu, best.config), best.schedule, arrange)
-    return Plan(problem, gpu, best.config, made, arrange is not None, tuple(compared))
+    tiled, compared_with = TiledProblem(problem, gpu, best.config), tuple(compared)
+    if callable(schedule) and not isinstance(schedule, type):
+        arranged = TileList.in_order_of(tiled, schedule)
+        return Plan(problem, gpu, best.config, arranged, True, compared_with)
+    made = SCHEDULES[best.schedule].make(tiled)
+    return Plan(problem, gpu, best.config, made, considered=compared_with)
 
 
 def plan_dense(
@@ -190,16 +192,3 @@ def choose(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Can
 
     better = filter(is_faster, compared)
     return min(better, key=lambda one: one.prediction.mean_us, default=first)
-
-
-def make_schedule(
-    tiled: TiledProblem, name: str, arrange: Callable[[list[Tile]], Iterable[Tile]] | None
-) -> Schedule:
-    """The schedule of this name, or the list of tiles in the order that `arrange` returns."""
-    if arrange is None:
-        return SCHEDULES[name].make(tiled)
-    order = tiled.order
-    arranged = arrange([order.tile(index) for index in range(order.num_tiles)])
-    if not isinstance(arranged, Iterable):
-        raise TypeError(f"schedule must return the tiles in their order, got {shown(arranged)}")
-    return TileList.in_order_of(order, tiled.num_clusters, arranged, tiled.times)

@@ -7,12 +7,13 @@ Tile times come from the cost model (`TiledProblem.times`); `fa3.running.graphs`
 import heapq
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from fa3.complaints import shown
 from fa3.schedules.order import (
     END,
     Segment,
@@ -60,20 +61,20 @@ class TileList(TableSchedule):
         return cls(order, num_clusters, table)
 
     @classmethod
-    def in_order_of(
-        cls, order: TileOrder, num_clusters: int, tiles: Iterable[Tile], times: np.ndarray
-    ) -> "TileList":
-        """Assign the tiles in the order given, each to the first free cluster.
-
-        Args:
-            times: how long each tile takes, by its number, in any unit.
+    def in_order_of(cls, tiled, arrange: Callable[[list[Tile]], Iterable[Tile]]) -> "TileList":
+        """Assign tiles in the order that the caller's function makes of all tiles, each to the
+        first free cluster.
 
         Raises:
-            TypeError: an element of `tiles` is not a tile.
+            TypeError: what it returns, or an element of that, has another type.
             ValueError: a tile is not one of the problem's, comes twice, or is left out.
         """
-        places, numbers = [], {order.tile(number): number for number in range(order.num_tiles)}
-        for position, element in enumerate(tiles):
+        order, num_clusters = tiled.order, tiled.num_clusters
+        numbers = {order.tile(number): number for number in range(order.num_tiles)}
+        arranged, places = arrange(list(numbers)), []
+        if not isinstance(arranged, Iterable):
+            raise TypeError(f"schedule must return the tiles in their order, got {shown(arranged)}")
+        for position, element in enumerate(arranged):
             tile = as_tile(element, position)
             if tile not in numbers:
                 raise ValueError(
@@ -84,9 +85,9 @@ class TileList(TableSchedule):
             places.append(numbers[tile])
         indices = np.array(places, np.int64)
         check_tiles(order, indices)
-        owners, _ = assign_greedily(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
-        table = columns_of_owners(indices, owners, num_clusters)
-        return cls(order, num_clusters, table)
+        ticks = in_ticks(tiled.times[indices])
+        owners, _ = assign_greedily(ticks, np.zeros(num_clusters, np.int64))
+        return cls(order, num_clusters, columns_of_owners(indices, owners, num_clusters))
 
     @property
     def owners(self) -> np.ndarray:
