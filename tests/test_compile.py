@@ -82,9 +82,13 @@ def spec_for(tiling: Tiling) -> AttentionSpec:
     Where another row of the same sizes stages O in Q's place, a row with a buffer for O is for
     heads of v that are larger or smaller than those of q.
     """
-    shared = any(tiling[:3] == other[:3] and not other.config.own_o for other in TILINGS)
+    shared = any(
+        tiling[:2] == other[:2] and tiling.masked in (None, other.masked)
+        for other in TILINGS
+        if not other.config.own_o
+    )
     head_dim = 64 if shared and tiling.config.own_o else tiling.head_dim
-    mask = "causal" if tiling.masked else "full"
+    mask = "full" if tiling.masked is False else "causal"
     return spec_of(head_dim, mask, head_dim_v=tiling.head_dim_v)
 
 
@@ -95,9 +99,11 @@ def is_compiled(row: Tiling) -> bool:
     def size_and_tile(one: Tiling) -> tuple[int, ...]:
         return one.head_dim, one.head_dim_v, one.config.tile_m, one.config.tile_n
 
-    masked = [size_and_tile(one) for one in TILINGS if one.masked and not one.functions]
+    masked = [
+        size_and_tile(one) for one in TILINGS if one.masked is not False and not one.functions
+    ]
     return not row.functions and (
-        row.masked or row[:2] == (128, 128) or size_and_tile(row) not in masked
+        row.masked is not False or row[:2] == (128, 128) or size_and_tile(row) not in masked
     )
 
 
@@ -106,11 +112,12 @@ def cases():
     seen = set()
     for row in filter(is_compiled, TILINGS):
         spec = spec_for(row)
-        cluster_m = 1 if row.masked else 2
+        is_masked = row.masked is not False
+        cluster_m = 1 if is_masked else 2
         config = replace(row.config, cluster_m=cluster_m, fixed_reference=True)
         if (spec, config) not in seen:
             seen.add((spec, config))
-            yield spec, config, TileList if row.masked else StaticPersistent
+            yield spec, config, TileList if is_masked else StaticPersistent
     # Of heads of 64 and 256 with dropout, which takes more registers: test_dropout_compile. Other
     # schedules: `MODIFIED`, and test_machine_code_of_the_instrumented_kernel.
     for head_dim, mask, schedule_type in (

@@ -116,7 +116,7 @@ class Tiling(NamedTuple):
 
     head_dim: int
     head_dim_v: int
-    masked: bool
+    masked: bool | None  # None: with and without a mask
     max_seqlen_q: float
     config: ForwardConfig
     functions: bool = False
@@ -135,7 +135,7 @@ class Tiling(NamedTuple):
             # With 160 registers a thread there is room for one score beside the fragments, or for
             # random numbers.
             and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
-            and (self.functions or has_mask(spec) == self.masked)
+            and self.masked in (None, has_mask(spec))
             and self.config.registers(spec) <= self.config.fragment_registers(spec)
             and (
                 self.config.own_o or spec.is_fp8 or padded(spec.head_dim) == padded(spec.head_dim_v)
@@ -153,8 +153,7 @@ TILINGS = (
     Tiling(96, 96, True, math.inf, ForwardConfig(192, 112)),
     Tiling(128, 128, False, math.inf, ForwardConfig(128, 128, q_stages=2, cluster_m=2)),
     Tiling(128, 128, True, math.inf, ForwardConfig(128, 128, q_stages=2), in_pairs=True),
-    Tiling(192, 128, False, math.inf, ForwardConfig(128, 112)),
-    Tiling(192, 128, True, math.inf, ForwardConfig(128, 112)),
+    Tiling(192, 128, None, math.inf, ForwardConfig(128, 112)),
     Tiling(192, 192, False, math.inf, ForwardConfig(128, 112, own_o=False)),
     Tiling(192, 192, True, math.inf, ForwardConfig(128, 80)),
     Tiling(256, 256, False, 512, ForwardConfig(128, 64, own_o=False, cluster_m=2)),
@@ -162,19 +161,14 @@ TILINGS = (
     Tiling(256, 256, False, math.inf, ForwardConfig(128, 80, own_o=False)),
     Tiling(256, 256, True, 512, ForwardConfig(128, 64, own_o=False)),
     Tiling(256, 256, True, math.inf, ForwardConfig(128, 80, own_o=False)),
-    Tiling(64, 256, False, math.inf, ForwardConfig(128, 96)),
-    Tiling(64, 256, True, math.inf, ForwardConfig(128, 96)),
-    Tiling(256, 64, False, math.inf, ForwardConfig(128, 96)),
-    Tiling(256, 64, True, math.inf, ForwardConfig(128, 96)),
-    Tiling(192, 256, False, math.inf, ForwardConfig(128, 64)),
-    Tiling(192, 256, True, math.inf, ForwardConfig(128, 64)),
-    Tiling(256, 192, False, math.inf, ForwardConfig(128, 64)),
-    Tiling(256, 192, True, math.inf, ForwardConfig(128, 64)),
-    Tiling(256, 256, False, math.inf, ForwardConfig(128, 48)),
-    Tiling(256, 256, True, math.inf, ForwardConfig(128, 48)),
-    Tiling(128, 128, True, math.inf, ForwardConfig(128, 64, q_stages=2), functions=True),
-    Tiling(192, 192, True, math.inf, ForwardConfig(128, 64), functions=True),
-    Tiling(256, 256, True, math.inf, ForwardConfig(128, 32), functions=True),
+    Tiling(64, 256, None, math.inf, ForwardConfig(128, 96)),
+    Tiling(256, 64, None, math.inf, ForwardConfig(128, 96)),
+    Tiling(192, 256, None, math.inf, ForwardConfig(128, 64)),
+    Tiling(256, 192, None, math.inf, ForwardConfig(128, 64)),
+    Tiling(256, 256, None, math.inf, ForwardConfig(128, 48)),
+    Tiling(128, 128, None, math.inf, ForwardConfig(128, 64, q_stages=2), functions=True),
+    Tiling(192, 192, None, math.inf, ForwardConfig(128, 64), functions=True),
+    Tiling(256, 256, None, math.inf, ForwardConfig(128, 32), functions=True),
 )
 """The best configs measured on an H200 on 2026-11-21, bf16, steady load, 16k tokens; figures in
 docs/experiments.md. The first row that fits and allows the problem's queries is taken, unless the
@@ -192,13 +186,13 @@ TILINGS_IN_FP8 = tuple(
     Tiling(
         head_dim,
         head_dim_v,
-        masked,
+        None,
         math.inf,
         replace(config, one_level=ONE_LEVEL),
         functions,
         element_bytes=1,
     )
-    for masked, functions in ((False, False), (True, False), (True, True))
+    for functions in (False, True)
     for head_dim, head_dim_v, config in (
         (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, converted_stages=2)),
         (128, 128, ForwardConfig(128, 192, converted_stages=2))
