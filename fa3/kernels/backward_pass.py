@@ -51,14 +51,9 @@ class BackwardPass:
         *call, stream = call
         call = PassArguments(*call)
         if cutlass.const_expr(self.table is not None):
-            named = call._asdict() | {
-                "table": call.integers(call.table_at, call.counters_at),
-                "total_q": call.q.shape[0],
-                "total_k": call.k.shape[0],
-                "short_queries": Int32(0),
-                "qhead_per_kvhead": Int32(1),
-                "num_ctas": Int32(1),
-            }
-            self.table(*(named[name] for name in TileTableArguments._fields), stream)
+            named = {"total_q": call.q.shape[0], "total_k": call.k.shape[0]}
+            named |= {"short_queries": Int32(0), "qhead_per_kvhead": Int32(1), "num_ctas": Int32(1)}
+            named["table"] = call.integers(call.table_at, call.counters_at)
+            self.table(*arguments.operands_of(TileTableArguments, call, **named), stream)
         self.preprocess(*call, stream)
         self.main(*call, stream)

@@ -31,10 +31,8 @@ class DecodeConfig:
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv, stages = TILE_N * (head_dim + head_dim_v), self.converted_stages
         loaded = self.kv_stages * (spec.element.bytes if stages == 0 else FP8_BYTES)
-        converted = spec.element.bytes * stages
-        return (
-            spec.element.bytes * self.q_stages * ROWS * head_dim + (loaded + converted) * kv + 1024
-        )
+        converted, q = spec.element.bytes * stages, self.q_stages * ROWS * head_dim
+        return spec.element.bytes * q + (loaded + converted) * kv + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
         """Raise a ValueError if the kernel cannot run this config."""

@@ -22,6 +22,7 @@ Timeline
 """
 
 from dataclasses import dataclass
+from operator import add
 from typing import ClassVar, NamedTuple
 
 import cutlass
@@ -132,9 +133,6 @@ class DecodeShare(NamedTuple):
 
     long: Float32
     short: Float32
-
-    def plus(self, other: "DecodeShare") -> "DecodeShare":
-        return DecodeShare(self.long + other.long, self.short + other.short)
 
     @cute.jit
     def ctas_beside(self, num_ctas: Int32, more: cutlass.Constexpr = MORE_BESIDE) -> Int32:
@@ -328,7 +326,7 @@ class TileTable(KernelBase):
             num_tiles = lane_sequence.num_tiles
             upto = sum_in_warp(num_tiles)
             if cutlass.const_expr(is_counting and not self.is_of_keys):
-                work = work.plus(self.work(call, lane_sequence))
+                work = DecodeShare(*map(add, work, self.work(call, lane_sequence)))
             amount = self.amount(num_tiles, self.sequence(call, lane_sequence), call.shift)
             place = take_places(places, amount, num_tiles, upto)
             if cutlass.const_expr(not is_counting):

@@ -143,11 +143,11 @@ class RandomWords:
         over.
         """
         last = []
-        for i, (of_keys, of_queries) in enumerate(places):
+        for i, (key_word, query_word) in enumerate(places):
             if len(last) == in_flight:
                 # Wait for an earlier one: the compiler would have them all in flight.
-                of_keys = of_keys ^ (last.pop(0) & self.zero)
-            counter = self.head, of_keys, self.batch, of_queries
+                key_word = key_word ^ (last.pop(0) & self.zero)
+            counter = self.head, key_word, self.batch, query_word
             *kept, third, fourth = philox(counter, self.round_keys, product_of_words)
             received = [cute.arch.shuffle_sync_bfly(word, 1) for word in (third, fourth)]
             last.append(kept[-1])
@@ -192,8 +192,8 @@ class TileDropout:
         slot = slot_of(keys, queries)
         queries = Uint32(cute.arch.make_warp_uniform(queries))
         places = [(Uint32(keys + i) * COUNTERS + slot, queries) for i in range(0, squares, 2)]
-        for of_square in self.words.draw(places, slot, squares, COUNTERS_IN_FLIGHT):
-            yield from of_square
+        for square in self.words.draw(places, slot, squares, COUNTERS_IN_FLIGHT):
+            yield from square
 
     def draw(self, acc_P: cute.Tensor, dtype, n_block) -> list[list[Uint32]]:
         """Round P of a block of keys, and draw what is kept.
@@ -232,13 +232,13 @@ class TransposedDropout:
         keys, queries = self.coords.row // SQUARE, self.coords.first_column(m_block) // SQUARE
         slot = slot_of(keys, queries)
         keys, queries = (Uint32(cute.arch.make_warp_uniform(x)) for x in (keys, queries))
-        of_keys = keys * COUNTERS + slot % COUNTERS
-        places = [(of_keys, queries + slot // COUNTERS + i) for i in range(0, squares, 2)]
+        key_word = keys * COUNTERS + slot % COUNTERS
+        places = [(key_word, queries + slot // COUNTERS + i) for i in range(0, squares, 2)]
         drawn = words.draw(places, slot, squares, in_flight)
-        for i, of_square in enumerate(drawn):
-            for j, word in enumerate(of_square):
-                of_queries, of_keys = j % 2, j // 2
-                yield WORDS * i + 2 * of_queries + of_keys, word
+        for i, square in enumerate(drawn):
+            for j, word in enumerate(square):
+                query_half, key_half = j % 2, j // 2
+                yield WORDS * i + 2 * query_half + key_half, word
 
     def masks(self, m_block, count: int, parts: int) -> list[Uint32]:
         """Draw masks of what is kept, for the words of P^T.
