@@ -341,8 +341,11 @@ def columns_in(segments: list[int]) -> list[Segments]:
 
 def tables_on_cpu(step: Step) -> tuple[np.ndarray, list[Segments]]:
     """The tables that the kernel's Python makes."""
-    ragged, tile_table, segment_table = emulated_cta.load(
-        "fa3.schedules.ragged", "fa3.kernels.tile_table", "fa3.kernels.segment_table"
+    _, ragged, tile_table, segment_table = emulated_cta.load(
+        "fa3.primitives.vectors",
+        "fa3.schedules.ragged",
+        "fa3.kernels.tile_table",
+        "fa3.kernels.segment_table",
     )
     tile_table.TileTable.await_lengths = lambda *_: None
     table = np.full(words_of_table(step.capacity), -7)
