@@ -64,7 +64,12 @@ def plan_forward(
     name = schedule_name(schedule)
     check_arguments(problem, gpu, config, name)
     tilings = [config] if config else configs(problem, gpu, is_searched=not name)
-    for_parts = tilings if config else tilings_of_parts(tilings, problem)
+    for_parts = tilings
+    if problem.spec.scores and not config:
+        # With a bias, sums of a part far from the diagonal rightly vanish. With a fixed row max
+        # that would look like a failure.
+        online = (replace(tiling, fixed_reference=False) for tiling in tilings)
+        for_parts = list(dict.fromkeys(online))
     if name == SplitTiles.name:
         tilings = for_parts
     compared = candidates(problem, gpu, tilings, (name,) if name else WHOLE)
@@ -171,14 +176,6 @@ def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
         else candidate(tiled, name, loads.get(name, greedy))
         for name in names
     ]
-
-
-def tilings_of_parts(tilings: list[ForwardConfig], problem: Problem) -> list[ForwardConfig]:
-    """The tilings for split tiles: with a bias, without a fixed row max.
-    The sums of a part far from the diagonal rightly vanish; that would look like a failure."""
-    if not problem.spec.scores:
-        return tilings
-    return list(dict.fromkeys(replace(tiling, fixed_reference=False) for tiling in tilings))
 
 
 def choose(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:

@@ -99,7 +99,13 @@ def execute_backward(
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=CPU) for x in (k, v))
     dense = SequenceRows.dense(len(q), q.shape[1], k.shape[1])
     places = dense if sequences is None else sequences
-    for place, head_kv, positions in key_tiles(places, k.shape[2]):
+    for place, head_kv, begin in (
+        (one, head, first)
+        for one in places
+        for head in range(k.shape[2])
+        for first in range(0, len(one.k), KEYS_OF_BLOCK)
+    ):
+        positions = range(begin, min(begin + KEYS_OF_BLOCK, len(place.k)))
         k_tile, v_tile = walk.load(place.keys(head_kv), positions)
         acc_dK, acc_dV = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
         for rows, is_masked in query_blocks(walk, place, head_kv, positions):
@@ -115,8 +121,8 @@ def execute_backward(
             dS = walk.rounded(p * (dP - delta[batch, head, queries, None]) * slope)
             acc_dK += dS.T @ q_block
             dq[rows.place] += dS @ k_tile
-        first = place.k.start + positions.start
-        tile = place.entry_k, slice(first, first + len(positions)), head_kv
+        rows_of_tile = slice(place.k.start + begin, place.k.start + positions.stop)
+        tile = place.entry_k, rows_of_tile, head_kv
         dk[tile], dv[tile] = acc_dK * softmax_scale, acc_dV
     d_sinks = None
     if walk.sinks is not None and wanted.sinks:
@@ -129,16 +135,6 @@ def execute_backward(
         gradient.view(x.shape) if is_wanted else None for is_wanted, gradient, x in found
     )
     return Gradients(d_q, d_k, d_v, d_sinks)
-
-
-def key_tiles(
-    sequences: list[SequenceRows], num_heads: int
-) -> Iterator[tuple[SequenceRows, int, range]]:
-    """Yield the key tiles of sequences: the sequence, the key/value head, and keys."""
-    for place in sequences:
-        for head in range(num_heads):
-            for begin in range(0, len(place.k), KEYS_OF_BLOCK):
-                yield place, head, range(begin, min(begin + KEYS_OF_BLOCK, len(place.k)))
 
 
 def query_blocks(

@@ -303,7 +303,9 @@ class Walk:
         return cursor.position < self.place.pieces.begin(self.crew.number + 1)
 
     def tile(self, cursor: WalkCursor) -> Tile:
-        m_blocks = m_blocks_of(self.lengths, cursor.length, self.num_m_blocks)
+        num_m_blocks, m_blocks = self.lengths.m_blocks(cursor.length), self.num_m_blocks
+        if num_m_blocks is not None:
+            m_blocks = PlainDivisor(larger(num_m_blocks, 1))
         group = m_blocks.quotient(cursor.tile)
         head = group * self.crew.width + self.crew.lane
         return Tile(cursor.tile - group * m_blocks.value, head, cursor.batch)
@@ -352,12 +354,6 @@ class Walk:
     def read(self, batch) -> tuple:
         """The length of a sequence; past the last sequence, the last one's: never out of bounds."""
         return self.lengths.read(smaller(batch, self.lengths.num_sequences - 1))
-
-
-def m_blocks_of(lengths: Any, length: tuple, most) -> Divisor | PlainDivisor:
-    """Row blocks of a head of a sequence, at least one; `most` if all have equally many."""
-    num_m_blocks = lengths.m_blocks(length)
-    return most if num_m_blocks is None else PlainDivisor(larger(num_m_blocks, 1))
 
 
 def tiles_of(lengths: Any, length: tuple, most, num_groups):

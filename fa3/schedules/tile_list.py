@@ -142,11 +142,14 @@ def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
         if end <= late or len(ticks) <= num_clusters:
             return owners
     owners = np.empty(len(ticks), np.int64)
-    rounds = rounds_to_balance(ticks, num_clusters)
+    # Whole rounds, so that the tiles after them can even out the rest.
+    enough = np.searchsorted(np.cumsum(ticks[::-1]), num_clusters * ticks.max())
+    last_tiles = max(int(enough), LAST_ROUNDS * num_clusters)
+    rounds = max(0, len(ticks) - last_tiles) // num_clusters
     bounds = np.linspace(0, rounds, min(rounds, STEPS) + 1).astype(int) * num_clusters
     for first, end in itertools.pairwise(bounds.tolist()):
         hands = ticks[first:end].reshape(-1, num_clusters)
-        work = snake_loads(hands)
+        work = hands[::2].sum(axis=0) + hands[1::2, ::-1].sum(axis=0)
         cluster = np.empty(num_clusters, np.int64)
         cluster[np.argsort(-work)] = np.argsort(free_at)
         free_at[cluster] += work
@@ -161,18 +164,6 @@ def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
             in_order[longest_first] = by_length
     owners[rounds * num_clusters :] = in_order
     return owners
-
-
-def snake_loads(rounds: np.ndarray) -> np.ndarray:
-    """The work of every hand: (rounds, hands) units, odd rounds in reverse order."""
-    return rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)
-
-
-def rounds_to_balance(ticks: np.ndarray, num_clusters: int) -> int:
-    """How many whole rounds to assign first, so that the tiles after them can even out the rest."""
-    needed = num_clusters * ticks.max()
-    enough = np.searchsorted(np.cumsum(ticks[::-1]), needed)
-    return max(0, len(ticks) - max(int(enough), LAST_ROUNDS * num_clusters)) // num_clusters
 
 
 def in_ticks(times: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,12 +72,6 @@ class Method(NamedTuple):
         places = [SourcePlace(self.file, line) for line in self.lines]
         return next((place for place in places if place.text.startswith("def ")), places[0])
 
-    def holds(self, place: SourcePlace) -> bool:
-        return place.file == self.file and place.line in self.lines
-
-    def is_called_at(self, place: SourcePlace) -> bool:
-        return f".{self.name}(" in place.text
-
     def error(self, cause: BaseException, places: list[SourcePlace]) -> ValueError:
         """The error that the user sees: the cause, and the lines of source that led to it."""
         if not linecache.getlines(self.file):
@@ -115,17 +108,20 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
     kinds = [template.kind for template in (*spec.scores, *spec.mask.templates)]
     all_methods = (Method.of(kind, name) for kind in kinds for name in EXPECTED)
     methods = [method for method in all_methods if method]
-    for cause in reversed(list(chain(error))):
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for cause in reversed(causes):
         places = places_of(cause)
         for i, place in enumerate(places):
             for method in methods:
-                if method.holds(place):
+                if place.file == method.file and place.line in method.lines:
                     inner = [p for p in places[i:] if not (p.is_in(OURS) or p.is_in(THEIRS))]
                     return method.error(cause, list(dict.fromkeys(inner)))
     # No line of a user's method failed. Did our code fail where it calls one, or uses its result?
     calls = [place for place in places_of(error) if place.is_in(OURS)][-2:]
     for method in methods:
-        if any(map(method.is_called_at, calls)):
+        if any(f".{method.name}(" in place.text for place in calls):
             return method.error(error, [method.definition])
     return None
 
@@ -149,13 +145,6 @@ def check_class(kind: type, base: type, name: str) -> None:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
         raise method.error(error, [method.definition]) from error
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, then its cause, then that error's cause, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def places_of(error: BaseException) -> list[SourcePlace]:

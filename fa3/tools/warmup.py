@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def warmup(
     if window_size is not None or not causal:
         bounds = (NO_BOUND, NO_BOUND) if window_size is None else window_size
         window = check_window(as_pair(bounds), causal)
-    counts = (None, None) if heads is None else integers("heads", heads)
+    counts = (None, None) if heads is None else each("heads", heads, integer)
     if len(counts) != 2:
         raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
     model = with_options(
@@ -137,8 +137,8 @@ def warmup(
         sinks=flag("sinks", sinks) or None,
         has_fp8_cache=one_of("cache_dtype", cache_dtype, CACHE_DTYPES) == "fp8" or None,
     )
-    calls = tuple(one_of("calls", call, CALLS) for call in several("calls", calls, "names"))
-    page_sizes = integers("page_sizes", page_sizes, 0)
+    calls = each("calls", calls, one_of, CALLS)
+    page_sizes = each("page_sizes", page_sizes, integer, 0)
     embedding = rotary_of(model, rotary)
     processes = None if processes is None else integer("processes", processes, 1)
     kernels = tuple(dict.fromkeys(kernels_of(model, calls, page_sizes, embedding)))
@@ -148,22 +148,17 @@ def warmup(
             "takes page sizes of 1 or more, 'cache' also 0"
         )
     absent = tuple(kernel for kernel in kernels if not is_on_disk(kernel))
+    total, stored = f"{len(kernels)} kernels:", len(kernels) - len(absent)
     if dry_run:
-        return list_kernels(kernels, absent)
+        places = dict.fromkeys(kernels, "on disk") | dict.fromkeys(absent, "to compile")
+        lines = [f"{place:11} {describe_kernel(kernel)}" for kernel, place in places.items()]
+        return "\n".join([*lines, f"{total} {stored} on disk, {len(absent)} to compile"])
     if absent:
         check_folder()
         compile_all(absent, processes)
         check_kept(absent)
-    stored, seconds = len(kernels) - len(absent), f"{time.perf_counter() - begin:.0f} s"
-    return f"{len(kernels)} kernels: {stored} were on disk, {len(absent)} compiled, in {seconds}"
-
-
-def list_kernels(kernels: Sequence[Kernel], absent: Sequence[Kernel]) -> str:
-    """Return a line for each kernel, and how many are on disk and how many absent."""
-    places = dict.fromkeys(kernels, "on disk") | dict.fromkeys(absent, "to compile")
-    lines = [f"{place:11} {describe_kernel(kernel)}" for kernel, place in places.items()]
-    counts = f"{len(kernels) - len(absent)} on disk, {len(absent)} to compile"
-    return "\n".join([*lines, f"{len(kernels)} kernels: {counts}"])
+    seconds = f"{time.perf_counter() - begin:.0f} s"
+    return f"{total} {stored} were on disk, {len(absent)} compiled, in {seconds}"
 
 
 def run_compile(options: argparse.Namespace) -> None:
@@ -193,16 +188,11 @@ def one_of(name: str, value: str, accepted: Iterable[str]) -> str:
     return value
 
 
-def integers(name: str, values: Sequence[int], least: int | None = None) -> tuple[int, ...]:
-    """An option that is several integers."""
-    return tuple(integer(name, value, least) for value in several(name, values, "integers"))
-
-
-def several(name: str, values: Iterable, what: str) -> Iterable:
-    """Return values; raise TypeError if they are a string or one value."""
+def each(name: str, values: Iterable, check: Callable, *limits: Any) -> tuple:
+    """An option that is several values, each of which `check` returns in its type."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a tuple of {what}, got {shown(values)}")
-    return values
+        raise TypeError(f"{name} must be a tuple of several values, got {shown(values)}")
+    return tuple(check(name, value, *limits) for value in values)
 
 
 def name_of_dtype(dtype: str | torch.dtype) -> str:
