@@ -74,8 +74,8 @@ REALS = "softmax_scale softcap"
 DESCALES = "q_descale k_descale v_descale"
 NO_ROWS = dict.fromkeys("qkv", OUT[:0])
 NO_TENSOR = "must be a torch.Tensor, got"
-DIMENSIONS = "must have 4 dimensions (batch, seqlen, heads, head_dim), got shape ("
-DIMENSIONS_OF_ROWS = "must have 3 dimensions (total, heads, head_dim), got shape ("
+DIMENSIONS = "must have 4 dimensions (batch, seqlen_"
+DIMENSIONS_OF_ROWS = "must have 3 dimensions (total_"
 NO_HEAD_DIM = "has head_dim 60, supported are multiples of 8 up to 256"
 NOT_8 = "must have strides that are multiples of 8 elements (16 bytes), got stride"
 
@@ -89,7 +89,7 @@ TENSORS = [
     ("dense varlen", "q k v", lambda x: x.tolist(), TYPE, f"{NO_TENSOR} list"),
     ("cache", "q k_cache v_cache k", lambda x: x.tolist(), TYPE, f"{NO_TENSOR} list"),
     ("cache", "q k_cache v_cache", None, TYPE, f"{NO_TENSOR} NoneType"),
-    (ATTEND, "q", lambda x: x.float(), TYPE, "must be torch.bfloat16 or torch.float16, got torch."),
+    (ATTEND, "q", lambda x: x.float(), TYPE, "must be torch.bfloat16 or torch.float16 or"),
     ("dense varlen pages", "k v", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q, got"),
     ("cache", "k_cache k", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q, got torch.fl"),
     *(
@@ -131,7 +131,8 @@ TENSORS = [
     ("cache", "v", lambda x: x[:, :1], "must have shape (2, 2, 2, 64)...(2, 1, 2, 64)"),
     ("ragged", "k", lambda x: x[None], "must have 3 dim"),
     ("indexed", "k_cache", {"cache_batch_idx": None}, "must have 2 rows"),
-    ("paged", "k_cache", lambda x: x[:, :0], "must have pages of 1 token...page_table"),
+    ("paged", "k_cache", dict.fromkeys(("k_cache", "v_cache"), lambda x: x[:, :0]),
+     "must have pages of 1 token...page_table"),
     ("dense varlen", "q k v", turned, "must be contiguous in its last dimension, got stri"),
     ("cache", "q k_cache", turned, "must be contiguous in its last dimension, got stri"),
     ("dense varlen", "k", shifted, "starts 8 bytes after a multiple of 16"),
@@ -199,7 +200,7 @@ TENSORS = [
 
 OUTPUTS = [
     ("dense varlen cache combine", "out", lambda x: [1.0], TYPE, f"{NO_TENSOR} list"),
-    ("dense", "out", OUT[:, :-1], "must have shape (2, 20, 4, 64) to go with q and the"),
+    ("dense", "out", OUT[:, :-1], "must have shape (2, 20, 4, 64) to go with q and v, got (2, 19"),
     ("dense", "out", OUT[0], DIMENSIONS),
     ("varlen", "out", PACKED_OUT[:-1], "must have 21 rows like q, got 20"),
     ("varlen", "out", PACKED_OUT[None], DIMENSIONS_OF_ROWS),
@@ -401,16 +402,18 @@ OPTIONS = [
     ("dense", "alibi_slopes", torch.Tensor, TYPE, f"{NO_TENSOR} the class Tensor$"),
     ("varlen", "causal", (1, 2), TYPE, "must be a bool, got tuple$"),
     # What changes scores.
-    *each("dense", "alibi_slopes", VALUE, "must have shape (4,) or (2, 4)...got {}",
-          (torch.zeros(2), "(2,)"), (torch.zeros(4, 2), "(4, 2)"), (torch.zeros(1, 4), "(1, 4)"),
-          (torch.zeros(2, 4, 1), "(2, 4, 1)")),
-    ("varlen", "alibi_slopes", torch.ones(3, 4), "must have shape (4,) or (4, 4) to"),
+    *each("dense", "alibi_slopes", VALUE, "must have {}",
+          (torch.zeros(2), "shape (4,) to go with q, got (2,)"),
+          (torch.zeros(4, 2), "shape (2, 4) to go with q, got (4, 2)"),
+          (torch.zeros(1, 4), "shape (2, 4) to go with q, got (1, 4)"),
+          (torch.zeros(2, 4, 1), "2 dimensions (batch, heads_q), got shape (2, 4, 1)")),
+    ("varlen", "alibi_slopes", torch.ones(3, 4), "must have shape (4, 4) to go with cu_se"),
     ("cache", "alibi_slopes", torch.ones(3), "must have shape"),
     ("dense cache", "alibi_slopes", torch.ones(4).bfloat16(), TYPE, "must be torch.float32, got"),
     ("dense", "alibi_slopes", torch.zeros(4, requires_grad=True), "requires grad"),
     (ATTEND, "alibi_slopes sinks", torch.zeros(4, device="meta"), "must be on cpu like q, got"),
-    (ATTEND, "sinks", torch.zeros(2), "must have shape (4,), one for each query head...got (2,)"),
-    (ATTEND, "sinks", torch.zeros(2, 4), "must have shape (4,)...got (2, 4)"),
+    (ATTEND, "sinks", torch.zeros(2), "must have shape (4,) to go with q, got (2,)"),
+    (ATTEND, "sinks", torch.zeros(2, 4), "must have 1 dimension (heads_q), got shape (2, 4)"),
     (ATTEND, "sinks", torch.zeros(4).half(), TYPE, "must be torch.float32 or torch.bfloat16, got"),
     # Dropout.
     *each("dense varlen dropout_mask problem", "dropout_p", VALUE,
@@ -604,10 +607,10 @@ E4M3 = "must be torch.float8_e4m3fn, got torch."
 NEW = dict.fromkeys("kv", torch.zeros(2, 1, 2, 64).bfloat16())
 
 IN_FP8 = [
-    ("fp8", "k v", lambda x: x.bfloat16(), TYPE, f"{E4M3}bfloat16"),
+    ("fp8", "k v", lambda x: x.bfloat16(), TYPE, "must be torch.float8_e4m3fn like q, got"),
     ("fp8", "k", {"q": OUT}, TYPE, "must be torch.bfloat16 like q"),
     ("fp8", "q", lambda x: x.to(torch.float8_e5m2), TYPE, "must be torch.bfloat16 or torch.float"),
-    ("fp8", "out", OUT.float(), TYPE, "must be torch.bfloat16...with q in"),
+    ("fp8", "out", OUT.float(), TYPE, "must be torch.bfloat16 or torch.float16, got"),
     ("fp8_varlen", "q", {"q": None, "out": PACKED_OUT.half()}, TYPE, f"{NO_TENSOR} NoneType"),
     ("fp8", "q", dict.fromkeys("qkv", to_fp8(OUT[..., :48])),
      "has head_dim 48, supported with q in FP8 are multiples of 32"),
@@ -628,7 +631,7 @@ IN_FP8 = [
     ("cache", "k_descale", torch.ones(2, 2),
      "must be None unless k_cache is torch.float8_e4m3fn, got k_cache in torch.bfloat16"),
     ("fp8_cache", "k_descale", lambda x: x.double(), TYPE, "must be torch.float32, got"),
-    ("fp8_cache", "k_descale", torch.ones(2), "must have shape (2, 2)"),
+    ("fp8_cache", "k_descale", torch.ones(2), "must have 2 dimensions (batch, heads_kv), got"),
     ("fp8_cache", "v_descale", torch.ones(2, 2, device="meta"), "must be on cpu like q, got meta"),
     ("fp8_cache", "q_descale", torch.ones(2, 2), "must be None unless q is torch.float8_e4m3fn"),
     ("fp8_cache", "q", {"q": OUT[:, :1, :2, :40], "k_cache": FP8_ROWS, "v_cache": FP8_ROWS},

@@ -115,7 +115,7 @@ def prepare_combine(
     if partial.device.type not in ("cpu", "cuda"):
         raise ValueError(f"out_partial must be a CPU or CUDA tensor, got {partial.device}")
     check_layout("out_partial", partial)
-    check_head_dim("out_partial", partial, MAX_COMBINED_HEAD_DIM)
+    check_head_dim("out_partial", partial, most=MAX_COMBINED_HEAD_DIM)
     *rows, head_dim = partial.shape
     if rows[0] == 0:
         raise ValueError("out_partial must have a part to merge, got none")

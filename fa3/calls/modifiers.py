@@ -67,27 +67,6 @@ def standard_scores(
     return tuple(map(Template.of, scores))
 
 
-def check_alibi_slopes(slopes: Operand, q: torch.Tensor | Operand, batch: int) -> None:
-    heads = q.shape[-2]
-    check_dtype("alibi_slopes", slopes, torch.float32)
-    check_device("alibi_slopes", slopes, "q", q)
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}) to go with q, "
-            f"got {tuple(slopes.shape)}"
-        )
-
-
-def check_sinks(sinks: Operand, q: torch.Tensor | Operand) -> None:
-    heads = q.shape[-2]
-    check_dtype("sinks", sinks, *dict.fromkeys((torch.float32, q.dtype)))
-    check_device("sinks", sinks, "q", q)
-    if tuple(sinks.shape) != (heads,):
-        raise ValueError(
-            f"sinks must have shape ({heads},), one for each query head, got {tuple(sinks.shape)}"
-        )
-
-
 def check_function(name: str, instance: object, base: type, q: torch.Tensor | Operand) -> None:
     """Raise unless it is an object of the user's that can be compiled."""
     if not isinstance(instance, base):

@@ -148,37 +148,24 @@ def operand_of(tensor: torch.Tensor) -> Operand:
 # ---------------------------------------------------------------------------------- attention
 
 
-def check_kind(q: Operand) -> None:
-    """Raise unless there are kernels for q's dtype, device and head size."""
-    check_dtype("q", q, *DTYPES)
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
-    check_head_dim("q", q)
-
-
-def check_like_q(
-    name: str, operand: Operand, q: Operand, dimensions: tuple[str, ...] = DIMENSIONS
-) -> None:
-    """Raise unless a tensor has these dimensions, q's dtype and device, and a layout for TMA."""
-    check_rank(name, operand, dimensions)
-    check_same_kind(name, operand, q)
-    check_layout(name, operand)
-
-
 def check_same_kind(name: str, operand: Operand, q: Operand) -> None:
     """Raise unless a tensor has q's dtype and device."""
-    if operand.dtype != q.dtype:
-        raise TypeError(f"{name} must be {q.dtype} like q, got {operand.dtype}")
+    check_dtype(name, operand, q.dtype, like_q=True)
     check_device(name, operand, "q", q)
 
 
-def check_head_dim(name: str, operand: Operand, largest: int = MAX_HEAD_DIM) -> None:
-    """Raise unless the kernels can take rows of this length."""
+def check_head_dim(
+    name: str,
+    operand: Operand,
+    unit: int = HEAD_DIM_UNIT,
+    where: str = "",
+    most: int = MAX_HEAD_DIM,
+) -> None:
+    """Raise unless kernels can take rows of this length: of multiples of `unit`, `where` asks."""
     head_dim = operand.shape[-1]
-    if head_dim % HEAD_DIM_UNIT or not 0 < head_dim <= largest:
+    if head_dim % unit or not 0 < head_dim <= most:
         raise ValueError(
-            f"{name} has head_dim {head_dim}, supported are multiples of {HEAD_DIM_UNIT} "
-            f"up to {largest}"
+            f"{name} has head_dim {head_dim}, supported{where} are multiples of {unit} up to {most}"
         )
 
 
@@ -192,35 +179,15 @@ def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
         )
 
 
-def check_output(
-    out: Operand, shape: tuple[int, ...], q: Operand, fp8_outputs: tuple[torch.dtype, ...]
-) -> None:
-    """Raise unless the output of a call on q can lie like this; with q in FP8 its dtype is one of
-    `fp8_outputs`."""
-    is_packed = len(shape) == len(PACKED_DIMENSIONS)
-    if q.dtype == FP8_DTYPE:
-        if out.dtype not in fp8_outputs:
-            accepted = " or ".join(map(str, fp8_outputs))
-            raise TypeError(f"out must be {accepted} with q in {q.dtype}, got {out.dtype}")
-        q = q._replace(dtype=out.dtype)
-    check_like_q("out", out, q, PACKED_DIMENSIONS if is_packed else DIMENSIONS)
-    if is_packed:
-        # Kernels step to where other sequences would be, also along a single row.
-        check_stride("out", out, 0)
-        check_stride("out", out, 1)
-    check_shape("out", out, shape, "q and the values")
-    check_no_overlap("out", out)
-
-
 # --------------------------------------------------------------------------------- any tensor
 
 
-def check_rank(name: str, operand: Operand, dimensions: tuple[str, ...] = DIMENSIONS) -> None:
+def check_rank(name: str, operand: Operand, dimensions: Sequence[str] = DIMENSIONS) -> None:
     """Raise unless a tensor has as many dimensions as are named."""
     if len(operand.shape) != len(dimensions):
         raise ValueError(
-            f"{name} must have {len(dimensions)} dimensions ({', '.join(dimensions)}), "
-            f"got shape {tuple(operand.shape)}"
+            f"{name} must have {len(dimensions)} dimension{'s' * (len(dimensions) > 1)} "
+            f"({', '.join(dimensions)}), got shape {tuple(operand.shape)}"
         )
 
 
@@ -232,25 +199,43 @@ def check_shape(name: str, operand: Operand, shape: tuple[int, ...], other: str)
         )
 
 
-def check_dtype(name: str, operand: Operand, *accepted: torch.dtype) -> None:
+def check_sizes(
+    name: str, operand: Operand, dimensions: Sequence[str], sizes: dict[str, tuple[int, str]]
+) -> None:
+    """Raise unless a tensor has the sizes that its dimensions have in tensors before it.
+
+    Args:
+        sizes: by dimension its size, and the tensor that says so; new dimensions are added.
+    """
+    pairs = zip(dimensions, operand.shape, strict=True)
+    known = [sizes.setdefault(dimension, (size, name)) for dimension, size in pairs]
+    others = dict.fromkeys(other for _, other in known if other != name)
+    check_shape(name, operand, tuple(size for size, _ in known), " and ".join(others))
+
+
+def check_dtype(name: str, operand: Operand, *accepted: torch.dtype, like_q: bool = False) -> None:
     """Raise unless a tensor has one of the accepted dtypes."""
     if operand.dtype not in accepted:
-        raise TypeError(f"{name} must be {' or '.join(map(str, accepted))}, got {operand.dtype}")
+        names = " or ".join(map(str, accepted)) + " like q" * like_q
+        raise TypeError(f"{name} must be {names}, got {operand.dtype}")
 
 
-def check_device(name: str, operand: Operand, other_name: str, other: Operand) -> None:
-    """Raise unless a tensor is where another one is."""
-    if operand.device != other.device:
+def check_device(
+    name: str, operand: Operand, other_name: str, other: Operand, or_cpu: bool = False
+) -> None:
+    """Raise unless a tensor is where another one is, or perhaps on the CPU."""
+    if operand.device != other.device and not (or_cpu and operand.device.type == "cpu"):
+        also = ", or on the CPU" * or_cpu
         raise ValueError(
-            f"{name} must be on {other.device} like {other_name}, got {operand.device}"
+            f"{name} must be on {other.device} like {other_name}{also}, got {operand.device}"
         )
 
 
-def check_layout(name: str, operand: Operand) -> None:
-    """Raise unless TMA can walk the tensor where it lies."""
+def check_layout(name: str, operand: Operand, has_any_rows: bool = False) -> None:
+    """Raise unless TMA can walk the tensor where it lies, perhaps also with more rows."""
     check_contiguous(name, operand)
     for dim, size in enumerate(operand.shape[:-1]):
-        if size > 1:
+        if size > 1 or has_any_rows:
             check_stride(name, operand, dim)
 
 

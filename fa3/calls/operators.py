@@ -61,7 +61,7 @@ from fa3.calls.operands import (
     PACKED_DIMENSIONS,
     check_device,
     check_dtype,
-    check_like_q,
+    check_layout,
     check_rank,
     check_same_kind,
     check_shape,
@@ -429,10 +429,10 @@ def check_results(
     d_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients in memory; raise unless all are of a call with this q and v."""
-    dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
     *batch, rows, heads, _ = q.shape
     q_operand, out_operand = describe("q", q), describe("out", out)
-    check_like_q("out", out_operand, q_operand, dimensions)
+    check_same_kind("out", out_operand, q_operand)
+    check_layout("out", out_operand)
     check_shape("out", out_operand, (*q.shape[:-1], v.shape[-1]), "q and the values")
     lse_operand = describe("the log-sum-exp", lse, lse.element_size())
     check_dtype("the log-sum-exp", lse_operand, torch.float32)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fa3.calls.call import (
-    DESCALE_NAMES,
+    DESCALES,
     INTEGERS,
     MOST_RAGGED_ROWS,
     AttentionCall,
@@ -160,7 +160,7 @@ class PreparedAttention:
             lse = self.outputs.allocate_lse(q)
         if self.scales is not None:
             batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
-            descales = self.scales.of(batch, *map(values.get, DESCALE_NAMES))
+            descales = self.scales.of(batch, *map(values.get, DESCALES))
         values["o"], values["lse"], values["descales"] = out, lse, descales
         values["seqlen_new"] = values["max_seqlen_k"] = 0
         if self.append is not None:

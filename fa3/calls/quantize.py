@@ -14,7 +14,7 @@ from fa3.calls.call import (
     of_any_lengths,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
-from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype
+from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype, check_head_dim
 from fa3.calls.operators import refuse_gradients
 from fa3.calls.options import DENSE, PACKED, Options, flag
 from fa3.calls.values import check_lengths, is_visible
@@ -147,12 +147,8 @@ def prepare_quantize(
     check_settings()
     check_dtype("q", call.q, *DTYPES)
     check_tensors(call)
-    for name, operand in (("q", call.q), ("v", call.v)):
-        if operand.shape[-1] % FP8_HEAD_DIM_UNIT:
-            raise ValueError(
-                f"{name} has head_dim {operand.shape[-1]}, supported in FP8 are multiples of "
-                f"{FP8_HEAD_DIM_UNIT}"
-            )
+    check_head_dim("q", call.q, FP8_HEAD_DIM_UNIT, " in FP8")
+    check_head_dim("v", call.v, FP8_HEAD_DIM_UNIT, " in FP8")
     if call.heads_q < call.heads_kv:
         raise ValueError(f"q must have heads like k, got shape {tuple(call.q.shape)}")
     if call.q.device.type == "cpu" or not call.heads_q:

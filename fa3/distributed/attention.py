@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fa3.calls.backward import wants_gradient
-from fa3.calls.call import describe_tensors
+from fa3.calls.call import AttentionCall, check_tensor, describe_tensors
 from fa3.calls.latest import FastPath
-from fa3.calls.modifiers import check_alibi_slopes, check_sinks
 from fa3.calls.operands import Operand, check_same_kind
 from fa3.calls.options import (
     DENSE,
@@ -225,17 +224,18 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
 @functools.lru_cache(maxsize=REMEMBERED)
 def check_call(described: tuple[Operand, ...], sequences: int) -> None:
     """Raise unless the tensors of a call with so many sequences fit together."""
-    q, k, v, slopes, sinks = described
+    q, k, v, *_ = described
     rows, key_rows = q.shape[1], k.shape[1]
     if key_rows != rows:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
     # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
     check_same_kind("k", k, q)
     check_same_kind("v", v, q)
-    if slopes is not None:
-        check_alibi_slopes(slopes, q, sequences)
-    if sinks is not None:
-        check_sinks(sinks, q)
+    named: dict[str, Any] = dict(zip(OPERANDS, described, strict=True))
+    call = AttentionCall(**(named | {"kind": DENSE}))
+    sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[2], "q")}
+    check_tensor(call, "alibi_slopes", sizes)
+    check_tensor(call, "sinks", sizes)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
