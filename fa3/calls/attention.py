@@ -40,9 +40,7 @@ from fa3.calls.options import (
     PACKED,
     PAGED,
     Options,
-    UserFunctions,
     by_either_name,
-    check_hashable,
     check_scale,
     integer,
     open_if_unshared,
@@ -50,16 +48,15 @@ from fa3.calls.options import (
     real,
 )
 from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
-from fa3.calls.scheduler_metadata import SchedulerMetadata, check_metadata
+from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.calls.values import check_numbers
-from fa3.complaints import kind_of, shown
+from fa3.complaints import kind_of
 from fa3.planning.plan import Plan
 from fa3.planning.planner import ScheduleChoice
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-NO_FUNCTIONS = UserFunctions()
 MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k
 
 
@@ -166,27 +163,18 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    if not (schedule is plan is None):
-        check_choices(schedule, plan)
     values = NO_VALUES.copy()
     values["q"], values["k"], values["v"], values["out"] = q, k, v, out
     values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
-    values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
+    values["alibi_slopes"], values["sinks"], values["rng_state"] = alibi_slopes, sinks, rng_state
+    values["softmax_scale"], values["window_size"] = softmax_scale, window_size
+    values["score"], values["mask"] = score, mask
+    values["schedule"], values["plan"] = schedule, plan
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_attn_probs, deterministic, dropout_p,
     )  # fmt: skip
-    arguments = (
-        softmax_scale, window_size, score, mask, rng_state, None, None, None, None, schedule, plan,
-    )  # fmt: skip
-    return run_call(DENSE, values, options, arguments)
-
-
-def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
-    """Raise unless calls can be remembered by the schedule, and the plan is one."""
-    check_hashable("schedule", schedule)
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
+    return run_call(DENSE, values, options)
 
 
 @operators.registers
@@ -309,15 +297,15 @@ def flash_attn_varlen_func(
     values["seqused_q"], values["seqused_k"] = seqused_q, seqused_k
     values["page_table"], values["alibi_slopes"], values["sinks"] = page_table, alibi_slopes, sinks
     values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
+    values["softmax_scale"], values["window_size"] = softmax_scale, window_size
+    values["score"], values["mask"], values["rng_state"] = score, mask, rng_state
+    values["max_seqlen_q"], values["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
+    values["scheduler_metadata"] = scheduler_metadata
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_attn_probs, deterministic, dropout_p, return_softmax_lse,
     )  # fmt: skip
-    arguments = (
-        softmax_scale, window_size, score, mask, rng_state, max_seqlen_q, max_seqlen_k,
-        scheduler_metadata, None, None, None,
-    )  # fmt: skip
-    return run_call(kind, values, options, arguments)
+    return run_call(kind, values, options)
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
@@ -469,27 +457,26 @@ def flash_attn_with_kvcache(
         raise ValueError("cache_seqlens must be given with k: where it is appended")
     if pack_gqa is not None:
         pack_gqa = open_if_unshared(pack_gqa, q, k_cache)
-    length = None
-    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
-        length, cache_seqlens = cache_seqlens, None
     values = NO_VALUES.copy()
+    if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
+        values["seqused_k"] = cache_seqlens
+    else:
+        values["cache_length"] = cache_seqlens
     values["q"], values["k"], values["v"], values["out"] = q, k_cache, v_cache, out
     values["k_new"], values["v_new"], values["cu_seqlens_k_new"] = k, v, cu_seqlens_k_new
     values["rotary_cos"], values["rotary_sin"] = rotary_cos, rotary_sin
-    values["seqused_k"], values["page_table"] = cache_seqlens, page_table
+    values["page_table"] = page_table
     values["batch_idx"], values["leftpad"] = cache_batch_idx, cache_leftpad
     values["cu_seqlens_q"], values["rotary_seqlens"] = cu_seqlens_q, rotary_seqlens
     values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
     values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
+    values["softmax_scale"], values["window_size"] = softmax_scale, window_size
+    values["max_seqlen_q"], values["scheduler_metadata"] = max_seqlen_q, scheduler_metadata
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_softmax_lse, rotary_interleaved, batch_invariant,
     )  # fmt: skip
-    arguments = (
-        softmax_scale, window_size, None, None, None, max_seqlen_q, None, scheduler_metadata,
-        length, None, None,
-    )  # fmt: skip
-    return run_call(CACHED, values, options, arguments)
+    return run_call(CACHED, values, options)
 
 
 # ------------------------------------------------------------------------- what they share
@@ -516,52 +503,35 @@ def describe_call(
     return call, [values[name].data_ptr() for name in alignments if values[name] is not None]
 
 
-ARGUMENTS = (
-    "softmax_scale", "window_size", "score", "mask", "rng_state", "max_seqlen_q", "max_seqlen_k",
-    "scheduler_metadata", "cache_length", "schedule", "plan",
-)  # fmt: skip
-"""What calls hand on besides tensors and options, in this order."""
-
-
 def run_call(
     kind: str,
-    values: dict[str, Any],  # all `TENSORS`; more are added
+    values: dict[str, Any],  # all `NO_VALUES`; more are added
     passed: tuple,  # the options, as `options_of` takes them
-    arguments: tuple,  # the `ARGUMENTS`; a number in place of cache_seqlens is `cache_length`
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What a public function returns."""
     q, k, v, ends_q = values["q"], values["k"], values["v"], values["cu_seqlens_q"]
     slopes, sinks, out = values["alibi_slopes"], values["sinks"], values["out"]
     if is_traced(q):
-        named = values | dict(zip(ARGUMENTS, arguments, strict=True))
-        return trace_attention(kind, passed, named)
-    (
-        softmax_scale, window_size, score, mask, rng_state, longest_q, longest_k, metadata, length,
-        schedule, plan,
-    ) = arguments  # fmt: skip
-    has_gradient, functions, read, bounds = False, NO_FUNCTIONS, (), None
+        return trace_attention(kind, passed, values)
+    score, mask, metadata = values["score"], values["mask"], values["scheduler_metadata"]
+    has_gradient, read, longest = False, (), None
     if WITH_GRADIENT[kind]:
         try:
-            has_gradient = wants_gradient(q, k, v, sinks)
+            values["has_gradient"] = has_gradient = wants_gradient(q, k, v, sinks)
         except AttributeError:
             describe_tensors(values, Options(kind=kind))  # says what is no tensor
             raise
     if not (score is mask is None):
         describe("q", q, ALIGNMENT, bool(WITH_GRADIENT[kind]))
-        functions, read = functions_of(q, score, mask)
+        values["functions"], read = functions, read = functions_of(q, score, mask)
         values |= zip(functions.names, read, strict=True)
     if kind in MUST_SAY_LONGEST:
-        longest_q = integer("max_seqlen_q", longest_q, 0)
-        longest_k = integer("max_seqlen_k", longest_k, 0)
-    if metadata is not None:
-        check_metadata(metadata)
-    if kind == PACKED:
-        # Nothing that is prepared depends on them.
-        bounds, longest_q = (longest_q, longest_k), None
-    rest = has_gradient, functions, longest_q, metadata, schedule, plan
-    options, returns_lse, deterministic, dropout_p, latest = options_of(
-        kind, window_size, passed, rest
-    )
+        values["max_seqlen_q"] = longest_q = integer("max_seqlen_q", values["max_seqlen_q"], 0)
+        longest_k = integer("max_seqlen_k", values["max_seqlen_k"], 0)
+        if kind == PACKED:
+            # Nothing that is prepared depends on them.
+            longest, values["max_seqlen_q"] = (longest_q, longest_k), None
+    options, returns_lse, deterministic, dropout_p, latest = options_of(kind, values, passed)
     call, begins = latest.find(values)
     if call is None or (kind == PACKED and not have_one_batch(values)):
         call, begins = describe_call(values, options, latest)
@@ -573,15 +543,14 @@ def run_call(
         check_totals(q, k, v, out, batch, kind == PACKED, call.most_queries)
     if call.overlaps is not None:
         call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
-    scale, dropout = call.scale, None
-    if softmax_scale is not None:
-        scale = check_scale(softmax_scale, q.shape[-1])
-    if dropout_p or rng_state is not None:
-        dropout = dropout_of(dropout_p, rng_state, q)
+    scale, dropout, length = values["softmax_scale"], None, values["cache_length"]
+    scale = call.scale if scale is None else check_scale(scale, q.shape[-1])
+    if dropout_p or values["rng_state"] is not None:
+        dropout = dropout_of(dropout_p, values["rng_state"], q)
     if length is None:
         length = call.capacity
     if length is not None or call.has_host_integers or host_values.ASSERTIONS:
-        check_numbers(call.description, values, length, bounds, query_step(options))
+        check_numbers(call.description, values, length, longest, query_step(options))
         if host_values.ASSERTIONS and not (
             call.description.has_cache or options.softcap or call.scales
         ):
@@ -590,10 +559,10 @@ def run_call(
         read = modifier_tensors(slopes, read, sinks)
     values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read or None
     if not has_gradient:
-        out, lse = call.attend(values, bounds, returns_lse)
+        out, lse = call.attend(values, longest, returns_lse)
         return (out, lse) if returns_lse else out
     check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
-    backward = BackwardCall(call.problem, bounds, scale, deterministic, call.num_sms)
+    backward = BackwardCall(call.problem, longest, scale, deterministic, call.num_sms)
     return attend_differentiably((call, values, backward, returns_lse), q, k, v, *read)
 
 

@@ -34,7 +34,7 @@ from fa3.calls.operands import (
     describe,
     dtype_of_output,
 )
-from fa3.calls.options import CACHED, DENSE, PACKED, PAGED, Options
+from fa3.calls.options import CACHED, DENSE, PACKED, PAGED, PREPARED_BY, Options
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
@@ -67,8 +67,13 @@ TENSORS = (*QKV, *NEW_TOKENS, *INTEGERS, "cu_seqlens_k", *LAST)
 """All tensors of a call, except the tensors of the user's functions. k and v are the cache of a
 call on one, and k_new and v_new the tokens that it gets."""
 
-NO_VALUES: dict[str, Any] = dict.fromkeys(TENSORS)
-"""What a call copies, and stores its tensors in: a new dictionary takes twice as long."""
+OTHERS = (
+    "softmax_scale", "window_size", "score", "mask", "rng_state", "max_seqlen_k", "cache_length",
+)  # fmt: skip
+"""Arguments of calls besides the `TENSORS`, the options, and what `PREPARED_BY` names."""
+
+NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHERS)) | PREPARED_BY
+"""What a call copies, and stores its arguments in: a new dictionary takes twice as long."""
 
 ENDS = "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"
 DIMENSIONS = {

@@ -508,14 +508,14 @@ ALWAYS_NONE = {
 """Arguments of functions that no operator takes."""
 
 
-def trace_attention(kind: str, values: tuple, arguments: dict[str, Any]) -> Result:
+def trace_attention(kind: str, passed: tuple, arguments: dict[str, Any]) -> Result:
     """What a public function gives.
 
     Args:
-        values: its options, as `fa3.calls.options.options_of` takes them.
+        passed: its options, as `fa3.calls.options.options_of` takes them.
         arguments: all others, by name.
     """
-    options, out = named_options(kind, values), arguments["out"]
+    options, out = named_options(kind, passed), arguments["out"]
     window = check_window(as_pair(arguments["window_size"]), options["causal"])
     for name in ALWAYS_NONE[kind]:
         if arguments[name] is not None:

@@ -7,13 +7,15 @@ made of them, by value and type.
 import functools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fa3.calls.latest import FastPath
 from fa3.complaints import shown
+from fa3.planning.plan import Plan
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, REMEMBERED, Window
 from fa3.scores.templates import Template
 
@@ -92,15 +94,20 @@ class Options(NamedTuple):
     has_gradient: bool = False  # whether one is wanted
     functions: UserFunctions = UserFunctions()
     max_seqlen_q: int | None = None  # of packed queries on a cache
-    metadata: Any = None  # the `SchedulerMetadata` of a call on a cache or on packed sequences
+    scheduler_metadata: Any = None  # of a call on a cache or on packed sequences
     # schedule, plan: that a dense call asks for.
     schedule: Any = None
     plan: Any = None
     kind: str = CACHED  # of calls
 
 
-REST = "has_gradient", "functions", "max_seqlen_q", "metadata", "schedule", "plan"
-"""Fields of `Options` that are no options of a function, or only of one."""
+PREPARED_BY: dict[str, Any] = {
+    "has_gradient": False, "functions": UserFunctions(), "max_seqlen_q": None,
+    "scheduler_metadata": None, "schedule": None, "plan": None,
+}  # fmt: skip
+"""Fields of `Options` that are no options of a function, or only of one, and what they are if a
+call does not say."""
+pick_prepared_by = itemgetter(*PREPARED_BY)  # picks them from a call's values
 
 
 class Checked(NamedTuple):
@@ -115,37 +122,41 @@ class Checked(NamedTuple):
 
 def options_of(
     kind: str,
-    window_size: Sequence[int],
-    values: tuple,  # in the order of `FUNCTIONS_OF_KINDS`
-    rest: tuple,  # in the order of `REST`
+    values: Mapping[str, Any],  # of the call, by name
+    passed: tuple,  # the options, in the order of `FUNCTIONS_OF_KINDS`
 ) -> Checked:
     """Check the options of a call, or find what was made of the same ones before."""
+    window_size, prepared_by = values["window_size"], pick_prepared_by(values)
     try:
         left, right = window_size if type(window_size) is tuple else as_pair(window_size)
-        return remembered_options(kind, rest, left, right, *values)
+        return remembered_options(kind, prepared_by, left, right, *passed)
     except (TypeError, ValueError):
         # Also what has no hash, and a window that is no pair.
-        return checked_options(kind, rest, window_size, values)
+        return checked_options(kind, prepared_by, window_size, passed)
 
 
 # Typed, since True, 1 and 1.0 are the same to a dictionary.
 @functools.lru_cache(maxsize=REMEMBERED, typed=True)
-def remembered_options(kind, rest, left, right, *values) -> Checked:
-    return checked_options(kind, rest, (left, right), values)
+def remembered_options(kind, prepared_by, left, right, *passed) -> Checked:
+    return checked_options(kind, prepared_by, (left, right), passed)
 
 
-def checked_options(kind: str, rest: tuple, window_size: Sequence[int], values: tuple) -> Checked:
+def checked_options(
+    kind: str, prepared_by: tuple, window_size: Sequence[int], passed: tuple
+) -> Checked:
     """What a call makes of its options, each of them checked."""
-    named = named_options(kind, values)
+    named = named_options(kind, passed) | dict(zip(PREPARED_BY, prepared_by, strict=True))
+    check_hashable("schedule", named["schedule"])
+    if not isinstance(named["plan"], Plan | None):
+        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(named['plan'])}")
     dropout_p = named.get("dropout_p", 0.0)
     check_probability(dropout_p)
     check_softcap(named["softcap"])
-    if rest[0] and named.get("pack_gqa", False) is None:
+    if named["has_gradient"] and named.get("pack_gqa", False) is None:
         named["pack_gqa"] = False
-    fields = {name: named[name] for name in Options._fields if name in named}
     options = Options(
-        check_window(as_pair(window_size), named["causal"]), **fields, has_dropout=dropout_p > 0,
-        **dict(zip(REST, rest, strict=True)), kind=kind,
+        check_window(as_pair(window_size), named["causal"]), has_dropout=dropout_p > 0, kind=kind,
+        **{name: named[name] for name in Options._fields if name in named},
     )  # fmt: skip
     deterministic = named.get("deterministic", False)
     return Checked(options, named["return_lse"], deterministic, dropout_p, FastPath())

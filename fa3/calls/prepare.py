@@ -34,8 +34,10 @@ from fa3.calls.operands import (
     describe,
     hide_all_keys,
 )
-from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
+from fa3.calls.options import DENSE, PACKED, PREPARED_BY, Options, checked_options, integer
+from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.calls.tuned_plans import plan_call
+from fa3.complaints import kind_of
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning import routes
 from fa3.planning.plan import Plan, check_plan
@@ -198,10 +200,14 @@ def prepare_call(call: AttentionCall, options: Options) -> PreparedAttention:
         call: `without_lengths`.
     """
     check_settings()
+    metadata = options.scheduler_metadata
+    if not isinstance(metadata, SchedulerMetadata | None):
+        came = kind_of(metadata)
+        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
     check_tensors(call)
-    if options.metadata is not None:
-        options.metadata.check_call(call, options)
-        options = options.metadata.applied_to(options)
+    if metadata is not None:
+        metadata.check_call(call, options)
+        options = metadata.applied_to(options)
     prepare = {DENSE: fields_of_dense, PACKED: fields_of_packed}.get(options.kind, fields_of_cached)
     return PreparedAttention.of(call, options, **prepare(call, options))
 
@@ -255,8 +261,8 @@ def problem_posed_by(
     slopes, sinks, score, mask = modifiers
     values = causal, softcap, 0, 0, 0, False, None, None, False, False, dropout_p
     functions, _ = functions_of(q, score, mask)
-    rest = False, functions, None, None, None, None
-    options = checked_options(DENSE, rest, window_size, values).options
+    prepared_by = tuple((PREPARED_BY | {"functions": functions}).values())
+    options = checked_options(DENSE, prepared_by, window_size, values).options
     check_rank("q", q)
     slopes, sinks = (
         None if tensor is None else describe(name, tensor, 1, name == "sinks")

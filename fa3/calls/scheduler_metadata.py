@@ -27,7 +27,6 @@ from fa3.calls.options import (
     open_if_unshared,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
-from fa3.complaints import kind_of
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
@@ -117,13 +116,6 @@ class SchedulerMetadata(NamedTuple):
         if self.keeps_tiles_whole and not options.batch_invariant:
             num_splits = 1
         return options._replace(num_splits=num_splits, sm_margin=self.sm_margin)
-
-
-def check_metadata(metadata: object) -> None:
-    """Raise TypeError unless this is scheduler metadata."""
-    if not isinstance(metadata, SchedulerMetadata):
-        came = kind_of(metadata)
-        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
 
 
 def get_scheduler_metadata(
