@@ -180,20 +180,15 @@ def test_in_a_graph(call, where):
 # ------------------------------------------------------------------------------------ operators
 
 BACKWARD = {"dense": backward_case, "packed": varlen_backward_case}
-PLACES = {
-    "the gradient of out": "d_out", "the gradient of the log-sum-exp": "d_lse", "out": "out",
-    "the log-sum-exp": "lse",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", BACKWARD)
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", ["d_out", "d_lse", "out", "lse"])
 def test_operators_check_what_they_read(call, name):
     operator, arguments = BACKWARD[call]()
-    place = PLACES[name]
 
     def run(change):
-        return operator(**arguments | {place: change(arguments[place])})
+        return operator(**arguments | {name: change(arguments[name])})
 
     run(lambda x: x)
     for change, error in (
@@ -209,7 +204,7 @@ def test_operators_check_what_they_read(call, name):
 def test_operators_want_a_contiguous_log_sum_exp(call):
     operator, arguments = BACKWARD[call]()
     lse = torch.stack((arguments["lse"],) * 2, dim=-1)[..., 0]
-    with pytest.raises(ValueError, match=r"^the log-sum-exp must be contiguous"):
+    with pytest.raises(ValueError, match=r"^lse must be contiguous"):
         operator(**arguments | {"lse": lse})
 
 

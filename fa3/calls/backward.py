@@ -239,9 +239,6 @@ def without_keys(
 
 NUM_OPERANDS = len(BackwardOperands._fields)
 
-OF_OUT, OF_LSE = "the gradient of out", "the gradient of the log-sum-exp"
-"""What complaints call the gradients that come to a backward pass."""
-
 
 def wants_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
@@ -290,13 +287,6 @@ def check_differentiable(
         f"{name} requires grad inside of a transform of torch.func, which is not supported: "
         "use torch.no_grad()"
     )
-
-
-def arrived(
-    d_out: torch.Tensor | None, d_lse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of out and of the log-sum-exp, in memory; None for zeros."""
-    return in_memory(OF_OUT, d_out), in_memory(OF_LSE, d_lse)
 
 
 def no_double_backward(
@@ -379,7 +369,8 @@ class DifferentiableAttention(torch.autograd.Function):
             operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
             return call.gradients(operands, lengths, tensors, wanted, dropout)
 
-        read = *saved, *arrived(d_out, d_lse), *tensors
+        gradients = {"the gradient of out": d_out, "the gradient of the log-sum-exp": d_lse}
+        read = *saved, *(in_memory(name, one) for name, one in gradients.items()), *tensors
         *grads, d_sinks = no_double_backward(call.function, compute, *read)
         # Of scores, mask and sinks only the sinks have one, and they come last.
         grads += [None] * (len(tensors) - 1)

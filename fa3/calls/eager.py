@@ -127,11 +127,11 @@ def lies_nowhere(name: str, tensor: torch.Tensor) -> NotImplementedError:
 
 
 def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor that autograd brings to a backward pass, as it lies in memory.
+    """A tensor that autograd brings to a backward pass, as it lies in memory; or what is no tensor.
     The current stream waits for a collective that computes it. A gradient comes from other people's
     code, and so does a tensor that was kept, where hooks of saved tensors are active."""
-    if tensor is None:
-        return None
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     try:
         is_plain = tensor.data_ptr() >= LOWEST_ADDRESS and not tensor.is_neg()
         if is_plain and forward_ad._current_level < 0:

@@ -31,10 +31,7 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 
 from fa3.calls.backward import (
-    OF_LSE,
-    OF_OUT,
     BackwardCall,
-    arrived,
     check_differentiable,
     no_derivative_of_score,
     no_second_derivative,
@@ -52,9 +49,10 @@ from fa3.calls.call import (
     public_name,
 )
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.eager import check_undifferentiated
+from fa3.calls.eager import check_undifferentiated, in_memory
 from fa3.calls.modifiers import draw_rng_state, dropout_of, functions_of, modifier_tensors
 from fa3.calls.operands import (
+    ALIGNMENT,
     DIMENSIONS,
     DTYPES,
     FP8_DTYPE,
@@ -419,35 +417,28 @@ torch.library.register_autograd(
 )
 
 
-def check_results(
-    # q, v: checked, dense or packed.
-    q: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    d_out: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients in memory; raise unless all are of a call with this q and v."""
+def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients in memory; raise unless all results go with q and v, which are checked."""
+    q, v, lse = (call[name] for name in ("q", "v", "lse"))
     *batch, rows, heads, _ = q.shape
-    q_operand, out_operand = describe("q", q), describe("out", out)
-    check_same_kind("out", out_operand, q_operand)
-    check_layout("out", out_operand)
-    check_shape("out", out_operand, (*q.shape[:-1], v.shape[-1]), "q and the values")
-    lse_operand = describe("the log-sum-exp", lse, lse.element_size())
-    check_dtype("the log-sum-exp", lse_operand, torch.float32)
-    check_device("the log-sum-exp", lse_operand, "q", q_operand)
-    check_shape("the log-sum-exp", lse_operand, (*batch, heads, rows), "q")
+    out_is = (*q.shape[:-1], v.shape[-1]), q.dtype
+    lse_is = (*batch, heads, rows), torch.float32
+    gradients = tuple(in_memory(name, call[name]) for name in ("d_out", "d_lse"))
+    described_q = describe("q", q)
+    for name, tensor, (shape, dtype), alignment in (
+        ("out", call["out"], out_is, ALIGNMENT), ("lse", lse, lse_is, torch.float32.itemsize),
+        ("d_out", gradients[0], out_is, 1), ("d_lse", gradients[1], lse_is, 1),
+    ):  # fmt: skip
+        if tensor is not None or name in ("out", "lse"):
+            operand = describe(name, tensor, alignment)
+            check_dtype(name, operand, dtype)
+            check_device(name, operand, "q", described_q)
+            check_shape(name, operand, shape, "q and v")
+            if name == "out":
+                check_layout(name, operand)
     if not lse.is_contiguous():
-        raise ValueError(f"the log-sum-exp must be contiguous, got strides {lse_operand.stride}")
-    d_out, d_lse = arrived(d_out, d_lse)
-    for name, gradient, result in ((OF_OUT, d_out, out_operand), (OF_LSE, d_lse, lse_operand)):
-        if gradient is not None:
-            operand = describe(name, gradient, 1)
-            check_dtype(name, operand, result.dtype)
-            check_device(name, operand, "q", q_operand)
-            check_shape(name, operand, tuple(result.shape), "q and the values")
-    return d_out, d_lse
+        raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
+    return gradients
 
 
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -458,7 +449,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     slopes, sinks, softcap = call["alibi_slopes"], call["sinks"], call["softcap"]
     window = check_window(call["window_size"], call["causal"])
     check_softcap(softcap)
-    describe("q", q)
+    check_dtype("q", describe("q", q), *DTYPES)
     functions, function_tensors = functions_of(q, None, call["mask"])
     dropout = dropout_of(call["dropout_p"], call["rng_state"], q)
     kind, longest, lengths = DENSE, None, None
@@ -472,7 +463,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     problem = of_any_lengths(checked_problem, described, options)
     if longest is not None:
         check_totals(q, k, v, None, lengths[0].shape[0] - 1, True)
-    d_out, d_lse = check_results(q, v, out, lse, call["d_out"], call["d_lse"])
+    d_out, d_lse = check_results(call)
     if longest is not None and is_visible(lengths[0]):
         check_lengths(lengths, (len(q), len(k)), longest)
     scale = check_scale(call["softmax_scale"], q.shape[-1])

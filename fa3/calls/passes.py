@@ -15,7 +15,6 @@ from fa3.calls import operators
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.eager import in_memory, is_traced
 from fa3.calls.operands import (
-    FP8_DTYPE,
     check_apart,
     check_device,
     check_dtype,
@@ -287,18 +286,10 @@ def flash_attn_backward(
         raise ValueError(f"{absent} must be given with {other}, got None")
     if accumulate_dkv and dk is None:
         raise ValueError("dk and dv must be given with accumulate_dkv, got None")
-    if getattr(q, "dtype", None) == FP8_DTYPE:
-        raise TypeError(f"q must be torch.bfloat16 or torch.float16, got {q.dtype}")
     with torch.no_grad():
         traced = is_traced(q)
         if not traced:
             check_targets(targets, accumulate_dkv)
-            others = {"rng_state": rng_state}
-            for name, gradient in (("d_out", d_out), ("d_lse", d_lse)):
-                is_tensor = isinstance(gradient, torch.Tensor)
-                others[name] = in_memory(name, gradient) if is_tensor else gradient
-            present = {name: one for name, one in others.items() if one is not None}
-            check_beside(q, {"out": out, "lse": lse} | present)
         if cu_seqlens_q is None:
             check_absent("without cu_seqlens_q", lengths | longest)
         else:
@@ -358,21 +349,16 @@ def _flash_attn_backward(
     is_causal = flag("is_causal", is_causal)
     with torch.no_grad():
         if not is_traced(q):
-            arrived = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
-            targets = {name: arguments.get(name) for name in ("dq", "dk", "dv")}
-            check_beside(q, targets | {"dout": arrived, "softmax_lse": softmax_lse})
+            required: dict[str, Any] = {x: arguments.get(x) for x in ("dq", "dk", "dv")}
+            required |= {"dout": in_memory("dout", dout), "softmax_lse": softmax_lse}
+            operand = describe("q", q)
+            for name, tensor in required.items():
+                check_device(name, describe(name, tensor, 1), "q", operand)
         flash_attn_backward(
             dout, q, lse=softmax_lse, causal=is_causal, seqused_q=sequed_q, seqused_k=sequed_k,
             window_size=(window_size_left, window_size_right), accumulate_dkv=accumulate_dkv,
             **arguments,
         )  # fmt: skip
-
-
-def check_beside(q: torch.Tensor, tensors: Mapping[str, Any]) -> None:
-    """Raise unless these are tensors where q is, which is checked."""
-    operand = describe("q", q)
-    for name, tensor in tensors.items():
-        check_device(name, describe(name, tensor, 1), "q", operand)
 
 
 def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: bool) -> None:
