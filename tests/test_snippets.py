@@ -5,6 +5,7 @@ A comment before a block may limit where it runs: `<!-- needs a GPU -->`, `<!-- 
 """
 
 import ast
+import importlib.metadata
 import re
 import runpy
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import fa3.interface
+from fa3.tools import cubin
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -44,10 +46,25 @@ def program_of(page: str, device: str, compiles: bool) -> str:
     for note, code in BLOCK.findall((ROOT / page).read_text()):
         ast.parse(code)
         left_out = (note == ON_GPU and device == "cpu") or (note == COMPILES and not compiles)
+        left_out |= cubin.__name__ in code and not has_disassembler()
         if left_out or note.startswith(NOT_HERE):
             continue
         blocks.append(code)
     return "\n\n".join(blocks).replace('"cuda"', f'"{device}"')
+
+
+def has_disassembler() -> bool:
+    """Whether machine code can be read here: a machine with a GPU may lack nvdisasm."""
+    try:
+        return cubin.nvdisasm().exists()
+    except ModuleNotFoundError:
+        return False
+
+
+def test_who_lacks_the_disassembler_is_told(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "files", lambda package: None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs nvdisasm: pip install nvidia-cuda-nv"):
+        cubin.nvdisasm.__wrapped__()
 
 
 def small_model(name: str, attn_implementation: str, dtype: str) -> torch.nn.Module:
