@@ -25,13 +25,12 @@ from fa3.calls.call import (
     check_totals,
     describe_tensors,
     have_one_batch,
-    lengths_of,
-    of_any_lengths,
+    prepare_without_lengths,
 )
 from fa3.calls.eager import is_traced
 from fa3.calls.latest import FastPath
 from fa3.calls.modifiers import dropout_of, functions_of, modifier_tensors
-from fa3.calls.operands import ALIGNMENT, check_writable, describe, used_queries
+from fa3.calls.operands import ALIGNMENT, check_writable, describe
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     CACHED,
@@ -49,7 +48,7 @@ from fa3.calls.options import (
 )
 from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
 from fa3.calls.scheduler_metadata import SchedulerMetadata
-from fa3.calls.values import check_numbers
+from fa3.calls.values import check_numbers, check_scores
 from fa3.complaints import kind_of
 from fa3.planning.plan import Plan
 from fa3.planning.planner import ScheduleChoice
@@ -493,13 +492,13 @@ def describe_call(
     if kind == PACKED and not (used_q is None or isinstance(used_q, torch.Tensor)):
         raise TypeError(f"seqused_q must be a torch.Tensor, got {kind_of(used_q)}{NOTE_ON_ORDER}")
     described = describe_tensors(values, options)
-    call = of_any_lengths(prepare_call, described, options)
+    call = prepare_without_lengths(prepare_call, described, options)
     for name in ("out", "k", "v") if call.append is not None else ("out",):
         if values[name] is not None:
             check_writable(described.name(name), values[name])
     alignments = described.alignments(options)
-    of_any_length = sum(described.names_by_rows, ())
-    latest.remember(values, alignments, of_any_length, call, WITH_GRADIENT[kind])
+    growing = sum(described.names_by_rows, ())
+    latest.remember(values, alignments, growing, call, WITH_GRADIENT[kind])
     return call, [values[name].data_ptr() for name in alignments if values[name] is not None]
 
 
@@ -554,7 +553,7 @@ def run_call(
         if host_values.ASSERTIONS and not (
             call.description.has_cache or options.softcap or call.scales
         ):
-            check_scores_of(values, scale)
+            check_scores(values, scale)
     if not (slopes is sinks is None):
         read = modifier_tensors(slopes, read, sinks)
     values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read or None
@@ -564,14 +563,3 @@ def run_call(
     check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
     backward = BackwardCall(call.problem, longest, scale, deterministic, call.num_sms)
     return attend_differentiably((call, values, backward, returns_lse), q, k, v, *read)
-
-
-def check_scores_of(values: dict[str, Any], scale: float) -> None:
-    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1."""
-    q, k, (ends_q, ends_k, used_q, used_k) = values["q"], values["k"], lengths_of(values)
-    used = None, None
-    if ends_q is not None:
-        if len(ends_q) == 1:
-            return
-        used = used_queries(len(q), ends_q, used_q), used_queries(len(k), ends_k, used_k)
-    host_values.check_scores(q, k, scale, used)

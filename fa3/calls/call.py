@@ -67,16 +67,16 @@ TENSORS = (*QKV, *NEW_TOKENS, *INTEGERS, "cu_seqlens_k", *LAST)
 """All tensors of a call, except the tensors of the user's functions. k and v are the cache of a
 call on one, and k_new and v_new the tokens that it gets."""
 
-OTHERS = (
+OTHER_ARGUMENTS = (
     "softmax_scale", "window_size", "score", "mask", "rng_state", "max_seqlen_k", "cache_length",
 )  # fmt: skip
 """Arguments of calls besides the `TENSORS`, the options, and what `PREPARED_BY` names."""
 
-NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHERS)) | PREPARED_BY
+NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS)) | PREPARED_BY
 """What a call copies, and stores its arguments in: a new dictionary takes twice as long."""
 
 ENDS = "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"
-DIMENSIONS = {
+DIMENSIONS_OF = {
     **dict.fromkeys(TENSORS, "batch"),
     **dict.fromkeys(ENDS, "batch + 1"),
     **dict.fromkeys(DESCALES, "batch, heads_kv"),
@@ -271,14 +271,14 @@ class AttentionCall(
         return (FP8_HEAD_DIM_UNIT, " with q in FP8") if self.is_fp8 else (HEAD_DIM_UNIT, "")
 
     def dimensions(self, tensor: str) -> list[str]:
-        """The dimensions of one of the `TENSORS`; those of the same name have one size."""
+        """The dimensions of one of the `TENSORS`. Two of the same name have the same size."""
         keys = "num_pages, page_size" if self.page_table else "batch_cache, seqlen_cache"
         groups = {
             "queries": "total_q" if self.is_packed else "batch, seqlen_q",
             "keys": {DENSE: "batch, seqlen_k", PACKED: "total_k"}.get(self.kind, keys),
             "new": "total_new" if self.cu_seqlens_k_new else "batch, seqlen_new",
         }
-        dimensions = DIMENSIONS[tensor].format(**groups).split(", ")
+        dimensions = DIMENSIONS_OF[tensor].format(**groups).split(", ")
         is_same = tensor == "alibi_slopes" and len(self.alibi_slopes.shape) == 1
         return dimensions[1:] if is_same else dimensions
 
@@ -395,7 +395,7 @@ class AttentionCall(
 # ------------------------------------------------------------------------------------ tensors
 
 
-def of_any_lengths(
+def prepare_without_lengths(
     prepare: Callable[[AttentionCall, Options], Made], call: AttentionCall, options: Options
 ) -> Made:
     """What `prepare` makes of a call `without_lengths`; its complaints have them."""

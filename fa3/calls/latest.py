@@ -66,7 +66,7 @@ class FastPath(Generic[Outcome]):
         self,
         values: Mapping[str, Any],  # of the call
         alignments: Mapping[str, int],  # that `describe` asked for, of all tensors that it can have
-        of_any_length: Collection[str],  # tensors whose first dimension may have another length
+        growing: Collection[str],  # tensors whose first dimension may have another length
         outcome: Outcome,
         with_gradient: Collection[str] = (),  # tensors that may require grad
     ) -> None:
@@ -81,15 +81,15 @@ class FastPath(Generic[Outcome]):
         if any(
             type(one) not in PLAIN_TYPES
             or (one.requires_grad and name not in with_gradient)
-            or (name in of_any_length and not says_its_stride(one))
+            or (name in growing and not says_its_stride(one))
             for name, one in tensors.items()
         ):
             return
-        self.remembered = comparison(tensors, alignments, of_any_length), outcome
+        self.remembered = comparison(tensors, alignments, growing), outcome
 
 
 def comparison(
-    tensors: Mapping[str, torch.Tensor], alignments: Mapping[str, int], of_any_length: Collection
+    tensors: Mapping[str, torch.Tensor], alignments: Mapping[str, int], growing: Collection
 ) -> Callable[[Mapping], list[int] | None]:
     """Return what says where a call's tensors begin if they are like these; None if not.
 
@@ -100,7 +100,7 @@ def comparison(
     # Guards want different objects.
     distinct = {name: one for name, one in tensors.items() if first_of[id(one)] == name}
     twice = [(first_of[id(one)], name) for name, one in tensors.items() if name not in distinct]
-    fixed = {id(one) for name, one in tensors.items() if name not in of_any_length}
+    fixed = {id(one) for name, one in tensors.items() if name not in growing}
     # Whether tensors have these types, shapes, strides, dtypes and devices, and are the same to
     # torch's dispatcher.
     are_alike = torch._C._dynamo.guards.TensorGuards(
@@ -112,7 +112,7 @@ def comparison(
         dynamic_dims_strides=[list(one.stride()) for one in distinct.values()],
     ).check
     are_aligned = check_of_alignments(tuple(map(alignments.__getitem__, tensors)))
-    if not of_any_length:
+    if not growing:
         are_aligned = functools.lru_cache(maxsize=MOST_PLACES)(are_aligned)
     pick, pick_distinct, pick_missing = map(picker, (list(tensors), list(distinct), missing))
     nothing = (None,) * len(missing)

@@ -46,45 +46,6 @@ class Operand(NamedTuple):
         return Layout(self.shape, self.stride, self.dtype.itemsize)
 
 
-class Outputs(NamedTuple):
-    """What a call allocates: out, contiguous and on q's device, and the log-sum-exp.
-
-    Fields:
-        is_like_q: whether `torch.empty_like` makes out, which takes less time than `new_empty`.
-        is_packed: whether they have as many rows as q has when they are allocated.
-        dtype: of out.
-    """
-
-    shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    is_like_q: bool
-    is_packed: bool = False
-    dtype: torch.dtype = torch.bfloat16
-
-    @classmethod
-    def of(
-        cls, shape: tuple[int, ...], lse_shape: tuple[int, ...], q: Operand, is_packed: bool
-    ) -> "Outputs":
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        is_fp8 = q.dtype == FP8_DTYPE
-        is_like_q = not is_fp8 and (shape, strides) == (tuple(q.shape), tuple(q.stride))
-        return cls(shape, lse_shape, is_like_q, is_packed, dtype_of_output(q.dtype))
-
-    # Sizes one by one, below: in a tuple they would take torch 0.4 us more.
-
-    def allocate(self, q: torch.Tensor) -> torch.Tensor:
-        if self.is_like_q:
-            return torch.empty_like(q)
-        shape = (q.shape[0], *self.shape[1:]) if self.is_packed else self.shape
-        if q.dtype is self.dtype:
-            return q.new_empty(*shape)
-        return q.new_empty(*shape, dtype=self.dtype)
-
-    def allocate_lse(self, q: torch.Tensor) -> torch.Tensor:
-        shape = (self.lse_shape[0], q.shape[0]) if self.is_packed else self.lse_shape
-        return q.new_empty(*shape, dtype=torch.float32)
-
-
 def dtype_of_output(dtype: torch.dtype) -> torch.dtype:
     """The output's dtype by the dtype of q."""
     return torch.bfloat16 if dtype == FP8_DTYPE else dtype
@@ -297,17 +258,20 @@ def check_of_addresses(
         growing_names: names of those with another number of rows in each call, by this number.
     """
     present = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
-    given, layouts = list(present), [one.layout for one in present.values()]
-    places = [given.index(name) for name in written if name in present]
+    named, layouts = list(present), [one.layout for one in present.values()]
+    places = [named.index(name) for name in written if name in present]
     pairs = [
-        (i, j) for n, i in enumerate(places) for j in range(len(given)) if j not in places[: n + 1]
+        (i, j)
+        for n, i in enumerate(places)
+        for j in range(len(layouts))
+        if j not in places[: n + 1]
     ]
     sizes = [layout.bytes for layout in layouts]
     # Of these: which number of rows it is, bytes from row to row, and bytes of a row.
     growing = {
         i: (side, layouts[i].stride[0] * layouts[i].itemsize, layouts[i].row.bytes)
         for side, growing_name in enumerate(growing_names)
-        for i, name in enumerate(given)
+        for i, name in enumerate(named)
         if name in growing_name
     }
 
@@ -328,8 +292,8 @@ def check_of_addresses(
                 )  # fmt: skip
                 if share(one, other, distance):
                     raise ValueError(
-                        f"{given[i]} must not overlap {given[j]}: it is written in a call that "
-                        f"uses {given[j]}"
+                        f"{named[i]} must not overlap {named[j]}: it is written in a call "
+                        f"that uses {named[j]}"
                     )
 
     # These numbers are other ones in every call.

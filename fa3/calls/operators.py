@@ -45,7 +45,7 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
-    of_any_lengths,
+    prepare_without_lengths,
     public_name,
 )
 from fa3.calls.devices import gpu_for_call
@@ -141,22 +141,22 @@ class Operator:
         self.overload = getattr(getattr(torch.ops.fa3, packet), overload or "default")
         self.arguments = tuple(one.name for one in self.overload._schema.arguments)
         torch.library.register_fake(
-            self.name, lambda *given, **named: fake(**self.by_name(given), **named)
+            self.name, lambda *values, **named: fake(**self.by_name(values), **named)
         )
 
     def __call__(self, **arguments: object) -> Any:
         """Call the operator; options that are left out have their defaults."""
         return self.overload(**(self.defaults | arguments))
 
-    def by_name(self, given: tuple) -> dict[str, Any]:
-        return dict(zip(self.arguments, given, strict=False))
+    def by_name(self, values: tuple) -> dict[str, Any]:
+        return dict(zip(self.arguments, values, strict=False))
 
     def implemented_by(self, function: Callable) -> None:
         """Have the operator run a function, which takes its arguments by name."""
 
-        def run_without_gradients(*given):
+        def run_without_gradients(*values):
             with torch.no_grad():
-                return function(**self.by_name(given))
+                return function(**self.by_name(values))
 
         torch.library.impl(self.name, ("cpu", "cuda"))(run_without_gradients)
 
@@ -460,7 +460,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         window, softcap, has_dropout=dropout is not None, functions=functions, kind=kind
     )
     described = describe_tensors(call | {"out": None}, Options(kind=kind))
-    problem = of_any_lengths(checked_problem, described, options)
+    problem = prepare_without_lengths(checked_problem, described, options)
     if longest is not None:
         check_totals(q, k, v, None, lengths[0].shape[0] - 1, True)
     d_out, d_lse = check_results(call)

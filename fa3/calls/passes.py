@@ -42,8 +42,11 @@ def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Ca
             known = [one.parameters[name] for one in signatures if name in one.parameters]
             model = known[0] if known else inspect.Parameter(name, kind, default=None)
             parameters.append(model.replace(kind=kind))
-        own = signatures[0].parameters.values()
-        parameters += [one for one in own if one.kind is one.KEYWORD_ONLY and one.name not in order]
+        parameters += [
+            one
+            for one in signatures[0].parameters.values()
+            if one.kind is one.KEYWORD_ONLY and one.name not in order
+        ]
 
         @functools.wraps(function)
         def call(*values: object, **named: object) -> object:

@@ -11,7 +11,7 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
-    of_any_lengths,
+    prepare_without_lengths,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
 from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype, check_head_dim
@@ -95,7 +95,7 @@ def quantize(
     if is_packed:
         options = Options(kind=PACKED)
         prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
-        kernel = of_any_lengths(prepare, describe_tensors(tensors, options), options)
+        kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)
         batch, totals = cu_seqlens_q.shape[0] - 1, (q.shape[0], k.shape[0])
         check_totals(q, k, v, None, batch, True)
         if is_visible(cu_seqlens_q):

@@ -17,6 +17,7 @@ from fa3.calls.call import (
     AttentionCall,
     lengths_of,
 )
+from fa3.calls.operands import used_queries
 from fa3.calls.options import PACKED, integer
 from fa3.primitives.arithmetic import LARGEST
 from fa3.reference.walker import used_rows
@@ -56,22 +57,23 @@ def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
     return tensor.tolist()
 
 
-def check_scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,  # the softmax scale
-    # Which rows of packed q and k count; None for all.
-    used: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> None:
-    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1."""
+def check_scores(values: Mapping[str, Any], scale: float) -> None:
+    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1.
+
+    Args:
+        values: of a call without a cache, by name.
+        scale: the softmax scale.
+    """
+    q, k, (ends_q, ends_k, used_q, used_k) = values["q"], values["k"], lengths_of(values)
     if not q.is_cpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "scores cannot be checked while a CUDA graph is captured: FA3_ASSERTIONS=1 can check a "
             "call before the capture, which must run without it"
         )
     largest = abs(scale)
-    for rows, of_rows in zip((q, k), used, strict=True):
-        rows = rows.detach() if of_rows is None else rows.detach()[of_rows]
+    for rows, ends, used in ((q.detach(), ends_q, used_q), (k.detach(), ends_k, used_k)):
+        if ends is not None:
+            rows = rows[used_queries(len(rows), ends, used)] if len(ends) > 1 else rows[:0]
         if not rows.numel():
             return
         largest *= rows.float().norm(dim=-1).max().item()

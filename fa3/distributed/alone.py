@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import NO_VALUES, describe_tensors, of_any_lengths
+from fa3.calls.call import NO_VALUES, describe_tensors, prepare_without_lengths
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import Options, check_scale
@@ -79,7 +79,7 @@ class KeyPart:
 
     def prepare(self, values: dict[str, Any], longest: tuple[int, int] | None) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
-        call: Any = of_any_lengths(
+        call: Any = prepare_without_lengths(
             prepare_call, describe_tensors(values, self.options), self.options
         )
         scale = check_scale(self.softmax_scale, values["q"].shape[-1])
