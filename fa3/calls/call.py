@@ -34,7 +34,7 @@ from fa3.calls.operands import (
     describe,
     dtype_of_output,
 )
-from fa3.calls.options import CACHED, DENSE, PACKED, PAGED, PREPARED_BY, Options
+from fa3.calls.options import CACHED, DENSE, ON_CACHE, PACKED, PAGED, PREPARED_BY, Options
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
@@ -191,7 +191,7 @@ class AttentionCall(
 
     @property
     def has_cache(self) -> bool:
-        return self.kind in (CACHED, PAGED)
+        return self.kind in ON_CACHE
 
     @property
     def batch(self) -> int:
@@ -249,19 +249,9 @@ class AttentionCall(
         return self.has_cache and self.k.dtype == FP8_DTYPE
 
     @property
-    def has_fp8_q(self) -> bool:
-        """Whether queries are FP8, as the cache is."""
-        return self.has_fp8_cache and self.q.dtype == FP8_DTYPE
-
-    @property
     def is_fp8(self) -> bool:
         """Whether queries, keys and values are multiplied in FP8."""
         return not self.has_cache and self.q.dtype == FP8_DTYPE
-
-    @property
-    def has_fp16_out(self) -> bool:
-        """Whether FP8 is multiplied to fp16: the caller's output says so."""
-        return self.is_fp8 and self.out is not None and self.out.dtype == torch.float16
 
     @property
     def head_dim_unit(self) -> tuple[int, str]:
@@ -310,7 +300,7 @@ class AttentionCall(
         if self.is_fp8 and options.has_dropout:
             raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
         (scores, mask, _), band = options.functions, Band.of(window)
-        out_dtype = "float16" if self.has_fp16_out else DTYPES[dtype_of_output(self.q.dtype)]
+        out_dtype = DTYPES[self.out.dtype if self.out else dtype_of_output(self.q.dtype)]
         return AttentionSpec(
             FP8 if self.is_fp8 else out_dtype,
             self.head_dim,

@@ -64,9 +64,7 @@ def flash_attn_combine(
         (batch, heads, seqlen). All parts hidden give 0 and -inf.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong shape, layout or device.
-        NotImplementedError: a tensor does not lie in memory.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
 
     Source: Dao et al., Flash-Decoding.
     """

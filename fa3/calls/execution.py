@@ -22,7 +22,7 @@ import torch
 from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.launcher import Prepared
-from fa3.calls.operands import hide_all_keys
+from fa3.calls.operands import FP8_DTYPE, hide_all_keys
 from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
@@ -241,7 +241,7 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | Pa
         CACHE, spec, window, call.heads_q, call.heads_kv, gpu_for_call(device, options.sm_margin),
         options.sm_margin, call.cache_layout, call.capacity, 1 if fits else call.batch,
         call.is_packed, has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
-        batch_invariant=options.batch_invariant, has_fp8_q=call.has_fp8_q,
+        batch_invariant=options.batch_invariant, has_fp8_q=call.q.dtype == FP8_DTYPE,
         appends=call.k_new is not None and not call.is_packed,
     )  # fmt: skip
     most_rows = PackedSizes(

@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 
 DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
 CACHED, PAGED = "flash_attn_with_kvcache", "flash_attn_varlen_func with page_table"
+ON_CACHE = CACHED, PAGED
 """The kinds of calls: the public functions, and packed queries with keys on pages."""
 
 NOTE_ON_ORDER = (
@@ -48,27 +49,15 @@ OPTION_KINDS: dict[str, type] = {
 """The options that public functions share: bool, int from 0 on, or float."""
 
 
-class Function(NamedTuple):
-    """How the options of a kind of calls are checked."""
-
-    options: tuple[str, ...]  # their names, in the order in which the function hands them on
-    splits_keys: bool  # whether num_splits may be above 1
-    has_packing: bool | None  # what pack_gqa may be besides None; None if the caller chooses
-
-
 OF_ALL = (
     "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse", "pack_gqa",
     "qv",
 )  # fmt: skip
 OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
-OF_PAGES = (*OF_TRAINING, "return_softmax_lse")
+OF_PACKED = (*OF_TRAINING, "return_softmax_lse")
 OF_CACHE = (*OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant")
-FUNCTIONS_OF_KINDS = {
-    DENSE: Function(OF_TRAINING, False, None),
-    PACKED: Function(OF_PAGES, False, False),
-    PAGED: Function(OF_PAGES, True, True),
-    CACHED: Function(OF_CACHE, True, True),
-}
+OPTIONS_OF = {DENSE: OF_TRAINING, PACKED: OF_PACKED, PAGED: OF_PACKED, CACHED: OF_CACHE}
+"""The options of each kind of calls, in the order in which the function hands them on."""
 
 
 class UserFunctions(NamedTuple):
@@ -123,7 +112,7 @@ class Checked(NamedTuple):
 def options_of(
     kind: str,
     values: Mapping[str, Any],  # of the call, by name
-    passed: tuple,  # the options, in the order of `FUNCTIONS_OF_KINDS`
+    passed: tuple,  # the options, in the order of `OPTIONS_OF`
 ) -> Checked:
     """Check the options of a call, or find what was made of the same ones before."""
     window_size, prepared_by = values["window_size"], pick_prepared_by(values)
@@ -165,8 +154,8 @@ def checked_options(
 def named_options(kind: str, values: Sequence[object]) -> dict[str, Any]:
     """The options of a call in their types, by name; torch.compile reads along.
     Raises for arguments of FlashAttention's signature that would do nothing here."""
-    names, splits_keys, has_packing = FUNCTIONS_OF_KINDS[kind]
-    named: dict[str, Any] = dict(zip(names, values, strict=True))
+    named: dict[str, Any] = dict(zip(OPTIONS_OF[kind], values, strict=True))
+    on_cache = kind in ON_CACHE
     if named["attention_chunk"] is None:
         named["attention_chunk"] = 0
     for name, value in named.items():
@@ -182,13 +171,13 @@ def named_options(kind: str, values: Sequence[object]) -> dict[str, Any]:
     pack_gqa = named["pack_gqa"]
     if pack_gqa is not None:
         named["pack_gqa"] = flag("pack_gqa", pack_gqa)
-    if has_packing is not None and named.pop("pack_gqa") not in (None, has_packing):
-        how = "always share reads" if has_packing else "share tiles where queries are few"
+    if kind != DENSE and named.pop("pack_gqa") not in (None, on_cache):
+        how = "always share reads" if on_cache else "share tiles where queries are few"
         raise NotImplementedError(
-            f"pack_gqa must be None or {has_packing} here, got {pack_gqa}: the query heads of "
+            f"pack_gqa must be None or {on_cache} here, got {pack_gqa}: the query heads of "
             f"a key/value head {how}"
         )
-    if named["num_splits"] > 1 and not splits_keys:
+    if named["num_splits"] > 1 and not on_cache:
         raise NotImplementedError(
             f"num_splits must be 0 or 1 here, got {named['num_splits']}: the planner decides into "
             "how many parts keys are cut"

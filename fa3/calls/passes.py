@@ -257,9 +257,7 @@ def flash_attn_backward(
         sinks. Rows that see no key or are not used get 0.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device.
-        NotImplementedError: a tensor has no memory of its own.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
 
     Source: Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2.
     """

@@ -76,9 +76,7 @@ def quantize(
         v lies as the caller's does: the attention kernel transposes it.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device, or requires grad.
-        NotImplementedError: a tensor has no memory of its own, or a graph is being traced.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; and in a graph.
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608); Zhang et al., SageAttention
         (arXiv 2410.02367).

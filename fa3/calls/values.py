@@ -49,12 +49,17 @@ def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
     """
     if tensor is None or not is_visible(tensor):
         return None
+    check_readable(name, tensor)
+    return tensor.tolist()
+
+
+def check_readable(what: str, tensor: torch.Tensor) -> None:
+    """Raise RuntimeError if a CUDA graph is captured, and what a tensor holds cannot be read."""
     if not tensor.is_cpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{name} cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS=1 can "
+            f"{what} cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS=1 can "
             "check a call before the capture, which must run without it"
         )
-    return tensor.tolist()
 
 
 def check_scores(values: Mapping[str, Any], scale: float) -> None:
@@ -65,11 +70,7 @@ def check_scores(values: Mapping[str, Any], scale: float) -> None:
         scale: the softmax scale.
     """
     q, k, (ends_q, ends_k, used_q, used_k) = values["q"], values["k"], lengths_of(values)
-    if not q.is_cpu and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "scores cannot be checked while a CUDA graph is captured: FA3_ASSERTIONS=1 can check a "
-            "call before the capture, which must run without it"
-        )
+    check_readable("scores", q)
     largest = abs(scale)
     for rows, ends, used in ((q.detach(), ends_q, used_q), (k.detach(), ends_k, used_k)):
         if ends is not None:
