@@ -329,7 +329,7 @@ def test_what_32_bits_do_not_count_is_refused(shapes, complaint):
     q, cache = (operand(*shapes[name]) for name in ("q", "k_cache"))
     pages = operand(*shapes["page_table"], dtype=torch.int32) if "page_table" in shapes else None
     with pytest.raises(ValueError, match=complaint):
-        check_tensors(AttentionCall(q, cache, cache, *[None] * 7, pages, None))
+        check_tensors(AttentionCall(q, cache, cache, page_table=pages))
 
 
 def test_vectors_that_32_bits_do_not_count_are_refused():

@@ -10,7 +10,7 @@ in int32 tensors (`values`).
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -53,19 +53,56 @@ from fa3.scores.masks import Band, Intersection
 
 QKV = "q", "k", "v"
 NEW_TOKENS = "k_new", "v_new", "rotary_cos", "rotary_sin"
-INTEGERS = (
-    "seqused_k", "batch_idx", "leftpad", "page_table", "cu_seqlens_k_new",
-    "cu_seqlens_q", "rotary_seqlens", "seqused_q",
-)  # fmt: skip
+ALL_KINDS = DENSE, PACKED, PAGED, CACHED
+
+
+class Rule(NamedTuple):
+    """What one tensor of a call must be like."""
+
+    kinds: tuple[str, ...]  # of calls that may have it
+    dimensions: str  # see `AttentionCall.dimensions`
+    dtypes: str = "int32"  # see `accepted_dtypes`
+    name_on_cache: str | None = None  # what `flash_attn_with_kvcache` calls it, if otherwise
+
+
+RULES = {
+    "q": Rule(ALL_KINDS, "{queries}, heads_q, head_dim", "q"),
+    "k": Rule(ALL_KINDS, "{keys}, heads_kv, head_dim", "keys", "k_cache"),
+    "v": Rule(ALL_KINDS, "{keys}, heads_kv, head_dim_v", "keys", "v_cache"),
+    "k_new": Rule((CACHED,), "{new}, heads_kv, head_dim", "new", "k"),
+    "v_new": Rule((CACHED,), "{new}, heads_kv, head_dim_v", "new", "v"),
+    "rotary_cos": Rule((CACHED,), "positions, rotary_dim / 2", "rotary"),
+    "rotary_sin": Rule((CACHED,), "positions, rotary_dim / 2", "rotary"),
+    "cu_seqlens_q": Rule((PACKED, *ON_CACHE), "batch + 1"),
+    "cu_seqlens_k": Rule((PACKED,), "batch + 1"),
+    "cu_seqlens_k_new": Rule((CACHED,), "batch + 1"),
+    "seqused_q": Rule((PACKED, PAGED), "batch"),
+    "seqused_k": Rule((PACKED, *ON_CACHE), "batch", name_on_cache="cache_seqlens"),
+    "batch_idx": Rule((CACHED,), "batch", name_on_cache="cache_batch_idx"),
+    "leftpad": Rule((CACHED,), "batch", name_on_cache="cache_leftpad"),
+    "page_table": Rule(ON_CACHE, "sequences, max_pages"),
+    "rotary_seqlens": Rule((CACHED,), "batch"),
+    "q_descale": Rule(ALL_KINDS, "batch, heads_kv", "float32"),
+    "k_descale": Rule(ALL_KINDS, "batch, heads_kv", "float32"),
+    "v_descale": Rule(ALL_KINDS, "batch, heads_kv", "float32"),
+    "alibi_slopes": Rule(ALL_KINDS, "batch, heads_q", "float32"),
+    "sinks": Rule(ALL_KINDS, "heads_q", "sinks"),
+    "out": Rule(ALL_KINDS, "{queries}, heads_q, head_dim_v", "out"),
+}
+"""All tensors of a call, except the tensors of the user's functions. k and v are the cache of a
+call on one, and k_new and v_new the tokens that it gets."""
+
+TENSORS = tuple(RULES)
+TENSORS_OF_KINDS = {
+    kind: tuple(name for name, rule in RULES.items() if kind in rule.kinds) for kind in ALL_KINDS
+}
+INTEGERS = tuple(
+    name for name, rule in RULES.items() if rule.dtypes == "int32" and rule.kinds != (PACKED,)
+)
 """The int32 tensors that a call on a cache may have."""
 
 DESCALES = {"q_descale": "q", "k_descale": "k", "v_descale": "v"}
 """What elements of FP8 tensors are multiplied by."""
-
-LAST = *DESCALES, "alibi_slopes", "sinks", "out"
-TENSORS = (*QKV, *NEW_TOKENS, *INTEGERS, "cu_seqlens_k", *LAST)
-"""All tensors of a call, except the tensors of the user's functions. k and v are the cache of a
-call on one, and k_new and v_new the tokens that it gets."""
 
 OTHER_ARGUMENTS = (
     "softmax_scale", "window_size", "score", "mask", "rng_state", "max_seqlen_k", "cache_length",
@@ -75,29 +112,8 @@ OTHER_ARGUMENTS = (
 NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS)) | PREPARED_BY
 """What a call copies, and stores its arguments in: a new dictionary takes twice as long."""
 
-ENDS = "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"
-DIMENSIONS_OF = {
-    **dict.fromkeys(TENSORS, "batch"),
-    **dict.fromkeys(ENDS, "batch + 1"),
-    **dict.fromkeys(DESCALES, "batch, heads_kv"),
-    **dict.fromkeys(("rotary_cos", "rotary_sin"), "positions, rotary_dim / 2"),
-    "q": "{queries}, heads_q, head_dim", "out": "{queries}, heads_q, head_dim_v",
-    "k": "{keys}, heads_kv, head_dim", "v": "{keys}, heads_kv, head_dim_v",
-    "k_new": "{new}, heads_kv, head_dim", "v_new": "{new}, heads_kv, head_dim_v",
-    "page_table": "sequences, max_pages", "alibi_slopes": "batch, heads_q", "sinks": "heads_q",
-}  # fmt: skip
-"""The dimensions of tensors, see `AttentionCall.dimensions`."""
-
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 lengths_of = itemgetter(*LENGTHS_OF_PACKED)  # picks them from a call's values
-
-TENSORS_OF_KINDS = {
-    DENSE: (*QKV, *LAST),
-    PACKED: (*QKV, *LENGTHS_OF_PACKED, *LAST),
-    PAGED: (*QKV, "cu_seqlens_q", "seqused_q", "seqused_k", "page_table", *LAST),
-    CACHED: (*QKV, *NEW_TOKENS, *INTEGERS[:-1], *LAST),
-}
-"""The tensors that each kind of calls may have."""
 
 REQUIRED = dict.fromkeys((DENSE, PAGED, CACHED), QKV)
 REQUIRED[PACKED] = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
@@ -106,13 +122,7 @@ REQUIRED[PACKED] = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
 WITH_GRADIENT = {DENSE: (*QKV, "sinks"), PACKED: (*QKV, "sinks"), PAGED: (), CACHED: ()}
 """The tensors that may require grad."""
 
-NAMES_ON_CACHE = {
-    "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
-    "batch_idx": "cache_batch_idx", "leftpad": "cache_leftpad",
-}  # fmt: skip
-"""What `flash_attn_with_kvcache` calls tensors that other functions call otherwise."""
-
-READ_BY_NUMBER = *INTEGERS, "cu_seqlens_k", *DESCALES, "alibi_slopes", "sinks"
+READ_BY_NUMBER = {n for n, rule in RULES.items() if rule.dtypes in ("int32", "float32", "sinks")}
 """The tensors that may begin at any address."""
 
 OF_EACH_SEQUENCE = "seqused_q", "seqused_k", *DESCALES
@@ -135,8 +145,9 @@ Made = TypeVar("Made")
 
 
 def public_name(kind: str, tensor: str) -> str:
-    """What a function calls one of the `TENSORS`."""
-    return NAMES_ON_CACHE.get(tensor, tensor) if kind == CACHED else tensor
+    """What a function calls one of the `TENSORS`, or another argument."""
+    rule = RULES.get(tensor) if kind == CACHED else None
+    return (rule and rule.name_on_cache) or tensor
 
 
 def describe_tensors(values: Mapping[str, Any], options: Options) -> "AttentionCall":
@@ -268,7 +279,7 @@ class AttentionCall(
             "keys": {DENSE: "batch, seqlen_k", PACKED: "total_k"}.get(self.kind, keys),
             "new": "total_new" if self.cu_seqlens_k_new else "batch, seqlen_new",
         }
-        dimensions = DIMENSIONS_OF[tensor].format(**groups).split(", ")
+        dimensions = RULES[tensor].dimensions.format(**groups).split(", ")
         is_same = tensor == "alibi_slopes" and len(self.alibi_slopes.shape) == 1
         return dimensions[1:] if is_same else dimensions
 
@@ -432,7 +443,7 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
     operand, shown = getattr(call, name), call.name(name)
     if operand is None:
         return
-    dimensions, dtypes = call.dimensions(name), dtypes_of_tensors(call)[name]
+    dimensions, dtypes = call.dimensions(name), accepted_dtypes(call, name)
     if name in DESCALES and getattr(call, DESCALES[name]).dtype != FP8_DTYPE:
         scaled = call.name(DESCALES[name])
         raise ValueError(
@@ -455,23 +466,22 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
         check_contiguous(shown, operand)
 
 
-def dtypes_of_tensors(call: AttentionCall) -> dict[str, tuple[torch.dtype, ...]]:
-    """The dtypes that each of the `TENSORS` may have."""
+def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that one of the `TENSORS` may have."""
     q, in_16_bits = call.q.dtype, dtype_of_output(call.q.dtype)
-    has_fp8_keys = q == FP8_DTYPE or (
-        call.has_cache and 1 in (call.k.dtype.itemsize, call.v.dtype.itemsize)
-    )
-    out = tuple(DTYPES) if q == FP8_DTYPE and not call.has_cache else (in_16_bits,)
+    bytes_of_keys = call.k.dtype.itemsize, call.v.dtype.itemsize
+    has_fp8_keys = q == FP8_DTYPE or (call.has_cache and 1 in bytes_of_keys)
+    has_free_out = q == FP8_DTYPE and not call.has_cache
     return {
-        **dict.fromkeys(TENSORS, (torch.int32,)),
-        **dict.fromkeys((*DESCALES, "alibi_slopes"), (torch.float32,)),
-        **dict.fromkeys(("k", "v"), (FP8_DTYPE if has_fp8_keys else q,)),
-        **dict.fromkeys(("k_new", "v_new"), (q,)),
-        **dict.fromkeys(("rotary_cos", "rotary_sin"), (q, torch.float32)),
         "q": (*DTYPES, FP8_DTYPE),
-        "sinks": tuple(dict.fromkeys((torch.float32, in_16_bits))),
-        "out": out,
-    }
+        "keys": (FP8_DTYPE if has_fp8_keys else q,),
+        "new": (q,),
+        "rotary": (q, torch.float32),
+        "int32": (torch.int32,),
+        "float32": (torch.float32,),
+        "sinks": (torch.float32, in_16_bits),
+        "out": tuple(DTYPES) if has_free_out else (in_16_bits,),
+    }[RULES[name].dtypes]
 
 
 def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
