@@ -80,15 +80,15 @@ CALLS = {"dense": dense, "packed": packed}
 @pytest.fixture(autouse=True)
 def all_lie_in_memory(monkeypatch):
     """Fail if a backward pass gets anything but plain tensors, or None."""
-    compute_once = backward.no_double_backward
+    compute = backward.BackwardCall.gradients
 
-    def look(name, compute, *tensors):
-        for tensor in tensors:
+    def look(call, operands, lengths, tensors, *rest):
+        for tensor in (*operands, *tensors):
             assert tensor is None or (type(tensor) is torch.Tensor and tensor.data_ptr())
             assert tensor is None or not tensor.is_neg()
-        return compute_once(name, compute, *tensors)
+        return compute(call, operands, lengths, tensors, *rest)
 
-    monkeypatch.setattr(backward, "no_double_backward", look)
+    monkeypatch.setattr(backward.BackwardCall, "gradients", look)
 
 
 def gradients_through(call, of_result: int, change, where="cpu") -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ of queries by keys: P is computed again from them.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -237,9 +237,6 @@ def without_keys(
 # --------------------------------------------------------------------------------- autograd
 
 
-NUM_OPERANDS = len(BackwardOperands._fields)
-
-
 def wants_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> bool:
@@ -289,32 +286,16 @@ def check_differentiable(
     )
 
 
-def no_double_backward(
-    name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None
-) -> Gradients:
-    """Compute gradients of these tensors, which have none themselves.
-
-    Torch need not know of it unless someone may ask for a second derivative (`create_graph`). That
-    saves the host as much as all of a launch.
-
-    Args:
-        name: of the function that they are the gradients of.
-    """
-    if torch.is_grad_enabled() or _are_functorch_transforms_active():
-        return Gradients(*WithoutDerivative.apply(name, compute, *tensors))
-    return compute(*tensors)
-
-
 class WithoutDerivative(torch.autograd.Function):
     """Gradients that cannot be differentiated."""
 
     @staticmethod
     def forward(
-        ctx, name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None
+        ctx, name: str, gradients: Gradients, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute them."""
+        """Return the gradients, which were computed of these tensors, of the function `name`."""
         ctx.name = name
-        return tuple(compute(*tensors))
+        return tuple(gradients)
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):
@@ -365,13 +346,15 @@ class DifferentiableAttention(torch.autograd.Function):
         lengths, saved, tensors = saved[:4], saved[4:9], saved[9:]
         wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
 
-        def compute(*read: torch.Tensor | None) -> Gradients:
-            operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
-            return call.gradients(operands, lengths, tensors, wanted, dropout)
-
         gradients = {"the gradient of out": d_out, "the gradient of the log-sum-exp": d_lse}
-        read = *saved, *(in_memory(name, one) for name, one in gradients.items()), *tensors
-        *grads, d_sinks = no_double_backward(call.function, compute, *read)
+        operands = *saved, *(in_memory(name, one) for name, one in gradients.items())
+        with torch.no_grad():
+            results = call.gradients(BackwardOperands(*operands), lengths, tensors, wanted, dropout)
+        # Someone may ask for a second derivative (`create_graph`). Otherwise torch need not know
+        # that: it saves the host as much as all of a launch.
+        if torch.is_grad_enabled() or _are_functorch_transforms_active():
+            results = WithoutDerivative.apply(call.function, results, *operands, *tensors)
+        *grads, d_sinks = results
         # Of scores, mask and sinks only the sinks have one, and they come last.
         grads += [None] * (len(tensors) - 1)
         return None, *grads, *([d_sinks] if tensors else ())
