@@ -70,6 +70,7 @@ from fa3.calls.operands import (
 from fa3.calls.options import (
     CACHED,
     DENSE,
+    OPTIONS_OF,
     PACKED,
     PAGED,
     Options,
@@ -506,7 +507,8 @@ def trace_attention(kind: str, passed: tuple, arguments: dict[str, Any]) -> Resu
         passed: its options, as `fa3.calls.options.options_of` takes them.
         arguments: all others, by name.
     """
-    options, out = named_options(kind, passed), arguments["out"]
+    options = named_options(kind, dict(zip(OPTIONS_OF[kind], passed, strict=True)))
+    out = arguments["out"]
     window = check_window(as_pair(arguments["window_size"]), options["causal"])
     for name in ALWAYS_NONE[kind]:
         if arguments[name] is not None:

@@ -32,21 +32,14 @@ NOTE_ON_ORDER = (
 )
 """What is added to complaints about arguments in the places of others in FlashAttention-2."""
 
-OPTION_KINDS: dict[str, type] = {
-    "attention_chunk": int,
-    "batch_invariant": bool,
-    "causal": bool,
-    "deterministic": bool,
-    "dropout_p": float,
-    "num_splits": int,
-    "return_attn_probs": bool,
-    "return_lse": bool,
-    "return_softmax_lse": bool,
-    "rotary_interleaved": bool,
-    "sm_margin": int,
-    "softcap": float,
-}
-"""The options that public functions share: bool, int from 0 on, or float."""
+OPTION_DEFAULTS: dict[str, Any] = {
+    "attention_chunk": 0, "batch_invariant": False, "causal": False, "deterministic": False,
+    "dropout_p": 0.0, "num_splits": 0, "pack_gqa": None, "qv": None, "return_attn_probs": False,
+    "return_lse": False, "return_softmax_lse": False, "rotary_interleaved": True, "sm_margin": 0,
+    "softcap": 0.0,
+}  # fmt: skip
+"""The options that public functions share: bool, int from 0 on, or float; and what holds for
+functions without them."""
 
 
 OF_ALL = (
@@ -121,48 +114,56 @@ def options_of(
         return remembered_options(kind, prepared_by, left, right, *passed)
     except (TypeError, ValueError):
         # Also what has no hash, and a window that is no pair.
-        return checked_options(kind, prepared_by, window_size, passed)
+        return checked_options(kind, window_size, by_name(kind, prepared_by, passed))
 
 
 # Typed, since True, 1 and 1.0 are the same to a dictionary.
 @functools.lru_cache(maxsize=REMEMBERED, typed=True)
 def remembered_options(kind, prepared_by, left, right, *passed) -> Checked:
-    return checked_options(kind, prepared_by, (left, right), passed)
+    return checked_options(kind, (left, right), by_name(kind, prepared_by, passed))
 
 
-def checked_options(
-    kind: str, prepared_by: tuple, window_size: Sequence[int], passed: tuple
-) -> Checked:
-    """What a call makes of its options, each of them checked."""
-    named = named_options(kind, passed) | dict(zip(PREPARED_BY, prepared_by, strict=True))
+def by_name(kind: str, prepared_by: tuple, passed: tuple) -> dict[str, Any]:
+    """Options, and what `PREPARED_BY` names, by name."""
+    options = zip(OPTIONS_OF[kind], passed, strict=True)
+    return dict(options) | dict(zip(PREPARED_BY, prepared_by, strict=True))
+
+
+def checked_options(kind: str, window_size: Sequence[int], asked: Mapping[str, Any]) -> Checked:
+    """What a call makes of its options, each of them checked.
+
+    Args:
+        asked: by name, what is not as `OPTION_DEFAULTS` and `PREPARED_BY` say.
+    """
+    named = PREPARED_BY | named_options(kind, asked)
     check_hashable("schedule", named["schedule"])
     if not isinstance(named["plan"], Plan | None):
         raise TypeError(f"plan must come from fa3.plan_forward, got {shown(named['plan'])}")
-    dropout_p = named.get("dropout_p", 0.0)
+    dropout_p = named["dropout_p"]
     check_probability(dropout_p)
     check_softcap(named["softcap"])
-    if named["has_gradient"] and named.get("pack_gqa", False) is None:
+    if kind == DENSE and named["has_gradient"] and named["pack_gqa"] is None:
         named["pack_gqa"] = False
     options = Options(
         check_window(as_pair(window_size), named["causal"]), has_dropout=dropout_p > 0, kind=kind,
         **{name: named[name] for name in Options._fields if name in named},
     )  # fmt: skip
-    deterministic = named.get("deterministic", False)
-    return Checked(options, named["return_lse"], deterministic, dropout_p, FastPath())
+    return Checked(options, named["return_lse"], named["deterministic"], dropout_p, FastPath())
 
 
-def named_options(kind: str, values: Sequence[object]) -> dict[str, Any]:
-    """The options of a call in their types, by name; torch.compile reads along.
+def named_options(kind: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in their types, and defaults of the others; torch.compile reads along.
     Raises for arguments of FlashAttention's signature that would do nothing here."""
-    named: dict[str, Any] = dict(zip(OPTIONS_OF[kind], values, strict=True))
+    named: dict[str, Any] = {**OPTION_DEFAULTS, **asked}
     on_cache = kind in ON_CACHE
     if named["attention_chunk"] is None:
         named["attention_chunk"] = 0
-    for name, value in named.items():
-        wanted = OPTION_KINDS.get(name)
+    for name, default in OPTION_DEFAULTS.items():
+        if default is None:
+            continue
         # Of integers, whether they are 0 or more, too.
-        if wanted is int or (wanted is not None and type(value) is not wanted):
-            named[name] = converted(name, value)
+        if type(default) is int or type(named[name]) is not type(default):
+            named[name] = converted(name, named[name])
     if named["attention_chunk"]:
         raise NotImplementedError(
             f"attention_chunk must be 0 or None, for no chunks, got {named['attention_chunk']}: "
@@ -170,23 +171,22 @@ def named_options(kind: str, values: Sequence[object]) -> dict[str, Any]:
         )
     pack_gqa = named["pack_gqa"]
     if pack_gqa is not None:
-        named["pack_gqa"] = flag("pack_gqa", pack_gqa)
-    if kind != DENSE and named.pop("pack_gqa") not in (None, on_cache):
+        pack_gqa = flag("pack_gqa", pack_gqa)
+    if kind != DENSE and pack_gqa not in (None, on_cache):
         how = "always share reads" if on_cache else "share tiles where queries are few"
         raise NotImplementedError(
             f"pack_gqa must be None or {on_cache} here, got {pack_gqa}: the query heads of "
             f"a key/value head {how}"
         )
+    named["pack_gqa"] = pack_gqa if kind == DENSE else None
     if named["num_splits"] > 1 and not on_cache:
         raise NotImplementedError(
             f"num_splits must be 0 or 1 here, got {named['num_splits']}: the planner decides into "
             "how many parts keys are cut"
         )
-    qv = named.pop("qv")
-    if qv is not None:
-        raise NotImplementedError(f"qv must be None, got {shown(qv)}: it is not supported")
-    for name in ("return_attn_probs", "return_softmax_lse"):
-        named["return_lse"] |= named.pop(name, False)
+    if named["qv"] is not None:
+        raise NotImplementedError(f"qv must be None, got {shown(named['qv'])}: it is not supported")
+    named["return_lse"] |= named["return_attn_probs"] | named["return_softmax_lse"]
     return named
 
 
@@ -202,7 +202,7 @@ def open_if_unshared(pack_gqa: bool | None, q: Any, k: Any) -> bool | None:
 
 def converted(name: str, value: object) -> bool | int | float:
     """The value of an option in its type."""
-    kind = OPTION_KINDS[name]
+    kind = type(OPTION_DEFAULTS[name])
     if kind is bool:
         return flag(name, value)
     return integer(name, value, 0) if kind is int else real(name, value)

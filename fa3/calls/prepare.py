@@ -34,7 +34,7 @@ from fa3.calls.operands import (
     dtype_of_output,
     hide_all_keys,
 )
-from fa3.calls.options import DENSE, PACKED, PREPARED_BY, Options, checked_options, integer
+from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
 from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import kind_of
@@ -287,10 +287,11 @@ def problem_posed_by(
     """The problem of a call; `Problem.of` says what the arguments are."""
     q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
     slopes, sinks, score, mask = modifiers
-    values = causal, softcap, 0, 0, 0, False, None, None, False, False, dropout_p
     functions, _ = functions_of(q, score, mask)
-    prepared_by = tuple((PREPARED_BY | {"functions": functions}).values())
-    options = checked_options(DENSE, prepared_by, window_size, values).options
+    options = checked_options(
+        DENSE, window_size,
+        {"causal": causal, "softcap": softcap, "dropout_p": dropout_p, "functions": functions},
+    ).options  # fmt: skip
     check_rank("q", q)
     slopes, sinks = (
         None if tensor is None else describe(name, tensor, 1, name == "sinks")

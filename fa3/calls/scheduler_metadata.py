@@ -191,10 +191,8 @@ def get_scheduler_metadata(
     pack_gqa = open_if_unshared(pack_gqa, (num_heads_q, headdim), (num_heads_kv, headdim))
     options = named_options(
         CACHED,
-        (
-            causal, 0.0, attention_chunk, num_splits, sm_margin, False, pack_gqa, None, False, True,
-            False,
-        ),
+        {"causal": causal, "attention_chunk": attention_chunk, "num_splits": num_splits,
+         "sm_margin": sm_margin, "pack_gqa": pack_gqa},
     )  # fmt: skip
     for name, tensor, other_name, other in (
         ("cu_seqlens_k", cu_seqlens_k, "cu_seqlens_q", cu_seqlens_q),
