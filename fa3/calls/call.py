@@ -56,7 +56,7 @@ NEW_TOKENS = "k_new", "v_new", "rotary_cos", "rotary_sin"
 ALL_KINDS = DENSE, PACKED, PAGED, CACHED
 
 
-class Rule(NamedTuple):
+class TensorRule(NamedTuple):
     """What one tensor of a call must be like."""
 
     kinds: tuple[str, ...]  # of calls that may have it
@@ -65,40 +65,40 @@ class Rule(NamedTuple):
     name_on_cache: str | None = None  # what `flash_attn_with_kvcache` calls it, if otherwise
 
 
-RULES = {
-    "q": Rule(ALL_KINDS, "{queries}, heads_q, head_dim", "q"),
-    "k": Rule(ALL_KINDS, "{keys}, heads_kv, head_dim", "keys", "k_cache"),
-    "v": Rule(ALL_KINDS, "{keys}, heads_kv, head_dim_v", "keys", "v_cache"),
-    "k_new": Rule((CACHED,), "{new}, heads_kv, head_dim", "new", "k"),
-    "v_new": Rule((CACHED,), "{new}, heads_kv, head_dim_v", "new", "v"),
-    "rotary_cos": Rule((CACHED,), "positions, rotary_dim / 2", "rotary"),
-    "rotary_sin": Rule((CACHED,), "positions, rotary_dim / 2", "rotary"),
-    "cu_seqlens_q": Rule((PACKED, *ON_CACHE), "batch + 1"),
-    "cu_seqlens_k": Rule((PACKED,), "batch + 1"),
-    "cu_seqlens_k_new": Rule((CACHED,), "batch + 1"),
-    "seqused_q": Rule((PACKED, PAGED), "batch"),
-    "seqused_k": Rule((PACKED, *ON_CACHE), "batch", name_on_cache="cache_seqlens"),
-    "batch_idx": Rule((CACHED,), "batch", name_on_cache="cache_batch_idx"),
-    "leftpad": Rule((CACHED,), "batch", name_on_cache="cache_leftpad"),
-    "page_table": Rule(ON_CACHE, "sequences, max_pages"),
-    "rotary_seqlens": Rule((CACHED,), "batch"),
-    "q_descale": Rule(ALL_KINDS, "batch, heads_kv", "float32"),
-    "k_descale": Rule(ALL_KINDS, "batch, heads_kv", "float32"),
-    "v_descale": Rule(ALL_KINDS, "batch, heads_kv", "float32"),
-    "alibi_slopes": Rule(ALL_KINDS, "batch, heads_q", "float32"),
-    "sinks": Rule(ALL_KINDS, "heads_q", "sinks"),
-    "out": Rule(ALL_KINDS, "{queries}, heads_q, head_dim_v", "out"),
+TENSOR_RULES = {
+    "q": TensorRule(ALL_KINDS, "{queries}, heads_q, head_dim", "q"),
+    "k": TensorRule(ALL_KINDS, "{keys}, heads_kv, head_dim", "keys", "k_cache"),
+    "v": TensorRule(ALL_KINDS, "{keys}, heads_kv, head_dim_v", "keys", "v_cache"),
+    "k_new": TensorRule((CACHED,), "{new}, heads_kv, head_dim", "new", "k"),
+    "v_new": TensorRule((CACHED,), "{new}, heads_kv, head_dim_v", "new", "v"),
+    "rotary_cos": TensorRule((CACHED,), "positions, rotary_dim / 2", "rotary"),
+    "rotary_sin": TensorRule((CACHED,), "positions, rotary_dim / 2", "rotary"),
+    "cu_seqlens_q": TensorRule((PACKED, *ON_CACHE), "batch + 1"),
+    "cu_seqlens_k": TensorRule((PACKED,), "batch + 1"),
+    "cu_seqlens_k_new": TensorRule((CACHED,), "batch + 1"),
+    "seqused_q": TensorRule((PACKED, PAGED), "batch"),
+    "seqused_k": TensorRule((PACKED, *ON_CACHE), "batch", name_on_cache="cache_seqlens"),
+    "batch_idx": TensorRule((CACHED,), "batch", name_on_cache="cache_batch_idx"),
+    "leftpad": TensorRule((CACHED,), "batch", name_on_cache="cache_leftpad"),
+    "page_table": TensorRule(ON_CACHE, "sequences, max_pages"),
+    "rotary_seqlens": TensorRule((CACHED,), "batch"),
+    "q_descale": TensorRule(ALL_KINDS, "batch, heads_kv", "float32"),
+    "k_descale": TensorRule(ALL_KINDS, "batch, heads_kv", "float32"),
+    "v_descale": TensorRule(ALL_KINDS, "batch, heads_kv", "float32"),
+    "alibi_slopes": TensorRule(ALL_KINDS, "batch, heads_q", "float32"),
+    "sinks": TensorRule(ALL_KINDS, "heads_q", "sinks"),
+    "out": TensorRule(ALL_KINDS, "{queries}, heads_q, head_dim_v", "out"),
 }
 """All tensors of a call, except the tensors of the user's functions. k and v are the cache of a
 call on one, and k_new and v_new the tokens that it gets."""
 
-TENSORS = tuple(RULES)
+TENSORS = tuple(TENSOR_RULES)
 TENSORS_OF_KINDS = {
-    kind: tuple(name for name, rule in RULES.items() if kind in rule.kinds) for kind in ALL_KINDS
+    kind: tuple(name for name, rule in TENSOR_RULES.items() if kind in rule.kinds)
+    for kind in ALL_KINDS
 }
-INTEGERS = tuple(
-    name for name, rule in RULES.items() if rule.dtypes == "int32" and rule.kinds != (PACKED,)
-)
+OF_INT32 = [name for name, rule in TENSOR_RULES.items() if rule.dtypes == "int32"]
+INTEGERS = tuple([name for name in OF_INT32 if name != "cu_seqlens_k"])
 """The int32 tensors that a call on a cache may have."""
 
 DESCALES = {"q_descale": "q", "k_descale": "k", "v_descale": "v"}
@@ -122,7 +122,7 @@ REQUIRED[PACKED] = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
 WITH_GRADIENT = {DENSE: (*QKV, "sinks"), PACKED: (*QKV, "sinks"), PAGED: (), CACHED: ()}
 """The tensors that may require grad."""
 
-READ_BY_NUMBER = {n for n, rule in RULES.items() if rule.dtypes in ("int32", "float32", "sinks")}
+READ_BY_NUMBER = {*OF_INT32, *DESCALES, "alibi_slopes", "sinks"}
 """The tensors that may begin at any address."""
 
 OF_EACH_SEQUENCE = "seqused_q", "seqused_k", *DESCALES
@@ -146,7 +146,7 @@ Made = TypeVar("Made")
 
 def public_name(kind: str, tensor: str) -> str:
     """What a function calls one of the `TENSORS`, or another argument."""
-    rule = RULES.get(tensor) if kind == CACHED else None
+    rule = TENSOR_RULES.get(tensor) if kind == CACHED else None
     return (rule and rule.name_on_cache) or tensor
 
 
@@ -279,7 +279,7 @@ class AttentionCall(
             "keys": {DENSE: "batch, seqlen_k", PACKED: "total_k"}.get(self.kind, keys),
             "new": "total_new" if self.cu_seqlens_k_new else "batch, seqlen_new",
         }
-        dimensions = RULES[tensor].dimensions.format(**groups).split(", ")
+        dimensions = TENSOR_RULES[tensor].dimensions.format(**groups).split(", ")
         is_same = tensor == "alibi_slopes" and len(self.alibi_slopes.shape) == 1
         return dimensions[1:] if is_same else dimensions
 
@@ -481,7 +481,7 @@ def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
         "float32": (torch.float32,),
         "sinks": (torch.float32, in_16_bits),
         "out": tuple(DTYPES) if has_free_out else (in_16_bits,),
-    }[RULES[name].dtypes]
+    }[TENSOR_RULES[name].dtypes]
 
 
 def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
