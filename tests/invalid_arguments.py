@@ -475,8 +475,8 @@ METADATA = [
     ("metadata", "qkv_dtype", [], TYPE, "must be one of (torch.bfloat16"),
     ("metadata", "page_size", 0, "must be"),
     ("metadata", "page_size", 1 << 31, "must be at most 2146435072"),
-    ("metadata", "headdim_v", 60, "must be a multiple of 8 up to 256, got 60"),
-    ("metadata", "headdim_v", 264, "must be a multiple of 8 up to 256, got 264"),
+    ("metadata", "headdim_v", 60, "must be a multiple of 8 up to 256...got 60"),
+    ("metadata", "headdim_v", 264, "must be a multiple of 8 up to 256...got 264"),
     ("metadata", "headdim", 100, "must be a multiple of 8"),
     ("metadata", "batch_size", "2", TYPE, "must be an integer, got '2'"),
     ("metadata", "max_seqlen_k_new", 1 << 31, "must be at most"),
@@ -637,8 +637,8 @@ IN_FP8 = [
      "has head_dim 40, supported with an FP8 cache are multiples of 16"),
     ("fp8_cache", "out", {"q": to_fp8, "out": OUT[:, :1].half()}, TYPE, "must be torch.bfloat16"),
     ("fp8_cache", "k and v", {"q": to_fp8, **NEW}, "must be None with q in torch.float8_e4m3fn"),
-    *(("metadata", "headdim and headdim_v", {"qkv_dtype": torch.float8_e4m3fn, name: 72},
-       "must be multiples of 16") for name in ("headdim", "headdim_v")),
+    *(("metadata", name, {"qkv_dtype": torch.float8_e4m3fn, "headdim": 64, name: 72},
+       "must be a multiple of 16") for name in ("headdim", "headdim_v")),
 ]  # fmt: skip
 
 PLAN, LONGER = (

@@ -205,8 +205,8 @@ def get_scheduler_metadata(
         seqlen_q=integer("max_seqlen_q", max_seqlen_q, 1, most=LARGEST),
         heads_q=integer("num_heads_q", num_heads_q, 1, most=LARGEST),
         heads_kv=integer("num_heads_kv", num_heads_kv, 1, most=LARGEST),
-        head_dim=head_size("headdim", headdim),
-        head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v),
+        head_dim=head_size("headdim", headdim, qkv_dtype),
+        head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v, qkv_dtype),
         dtype=qkv_dtype,
         page_size=None if page_size is None else integer("page_size", page_size, 1, most=LONGEST),
         window=check_window(as_pair(window_size), options["causal"]),
@@ -249,7 +249,9 @@ def keys_in_cache(
 ) -> list[int] | None:
     """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
     if not isinstance(lengths, torch.Tensor):
-        lengths = equal_lengths(batch, lengths)
+        length = integer("cache_seqlens", lengths, kind=LENGTHS)
+        check_each("cache_seqlens", [length], LONGEST, "from 0 to {}")
+        lengths = torch.full((batch,), length, dtype=torch.int32, device="cpu")
     tensors = {"cache_seqlens": lengths, "cu_seqlens_k_new": ends_new, "cache_leftpad": leftpad}
     check_entries(tensors, batch)
     if not all(tensor is None or is_visible(tensor) for tensor in tensors.values()):
@@ -277,13 +279,6 @@ def keys_in_cache(
     return [total - pad for total, pad in zip(totals, padding, strict=True)]
 
 
-def equal_lengths(batch: int, cache_seqlens: object) -> torch.Tensor:
-    """One length for each sequence."""
-    length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
-    check_each("cache_seqlens", [length], LONGEST, "from 0 to {}")
-    return torch.full((batch,), length, dtype=torch.int32, device="cpu")
-
-
 def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
     """Raise unless each has an int32 for each sequence, and ends of sequences one more."""
     for name, tensor in tensors.items():
@@ -294,12 +289,14 @@ def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> Non
             check_shape(name, operand, (entries,), "batch_size")
 
 
-def head_size(name: str, size: object) -> int:
-    """Columns that kernels can have."""
+def head_size(name: str, size: object, dtype: object) -> int:
+    """Columns that kernels can have in a cache of this dtype."""
     size = integer(name, size, 1)
-    if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
+    unit = FP8_UNIT if dtype == FP8_DTYPE else HEAD_DIM_UNIT
+    if size % unit or size > MAX_HEAD_DIM:
         raise ValueError(
-            f"{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {size}"
+            f"{name} must be a multiple of {unit} up to {MAX_HEAD_DIM} with qkv_dtype {dtype}, "
+            f"got {size}"
         )
     return size
 
@@ -316,12 +313,6 @@ def check_calls(calls: SchedulerMetadata) -> None:
     accepted = *DTYPES, FP8_DTYPE
     if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in accepted:
         raise TypeError(f"qkv_dtype must be one of {accepted}, got {calls.dtype}")
-    sizes = calls.head_dim, calls.head_dim_v
-    if calls.dtype == FP8_DTYPE and any(size % FP8_UNIT for size in sizes):
-        raise ValueError(
-            f"headdim and headdim_v must be multiples of {FP8_UNIT} with qkv_dtype {FP8_DTYPE}, "
-            "got {} and {}".format(*sizes)
-        )
     if not calls.has_packed_keys:
         return
     if calls.page_size is not None:
