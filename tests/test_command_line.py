@@ -148,7 +148,7 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
     pages = operand(3, 4096 // page_size) if page_size else None
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
-    call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
+    call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, page_table=pages)
     plan = prepare_on_cache(call, Options(Window(right=0))).plan
     arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends

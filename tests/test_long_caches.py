@@ -227,7 +227,7 @@ def prepared(monkeypatch):
         q = operand(batch, 1, heads_kv, head_dim, device="cuda:0")
         cache = operand(10, page_size, heads_kv, head_dim)
         table = operand(batch, pages, dtype=torch.int32)
-        call = AttentionCall(q, cache, cache, *[None] * 7, table, None)
+        call = AttentionCall(q, cache, cache, page_table=table)
         return execution.prepare_on_cache(call, Options(**options)), kernels
 
     return prepare
@@ -338,7 +338,7 @@ def test_vectors_that_32_bits_do_not_count_are_refused():
 
     def call(tokens):
         new = operand(1, tokens, 1, 8)
-        return AttentionCall(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
+        return AttentionCall(operand(1, 1, 1, 8), cache, cache, new, new)
 
     assert MOST_VECTORS + THREADS - 1 <= LARGEST
     prepare.append_kernel(call(MOST_VECTORS), False)

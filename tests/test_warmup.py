@@ -69,9 +69,7 @@ def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCa
         operand(5, seqlen_q, model.heads_q, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim_v),
-        *[None] * 7,
-        None if pages is None else operand(5, pages),
-        None,
+        page_table=None if pages is None else operand(5, pages),
         sinks=operand(model.heads_q) if model.sinks else None,
     )
 

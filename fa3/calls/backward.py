@@ -343,7 +343,7 @@ class DifferentiableAttention(torch.autograd.Function):
         )
         if dropout is not None:
             dropout = dropout._replace(rng_state=state)
-        lengths, saved, tensors = saved[:4], saved[4:9], saved[9:]
+        lengths, saved, tensors = saved[:4], saved[4:9], tuple(saved[9:])
         wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
 
         gradients = {"the gradient of out": d_out, "the gradient of the log-sum-exp": d_lse}
