@@ -217,10 +217,8 @@ class PackedCall:
         return Memory((("marks", words_of_marks(batch * heads)),))
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def packed_call(signature: Signature, on_gpu: bool) -> PackedCall:
-    """What calls with packed queries lead to, whatever the number of their sequences is."""
-    return PackedCall.of(signature, on_gpu)
+packed_call = functools.lru_cache(maxsize=REMEMBERED)(PackedCall.of)
+"""What calls with packed queries lead to, whatever the number of their sequences is."""
 
 
 def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | PackedCall:

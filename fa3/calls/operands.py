@@ -5,7 +5,7 @@ The checks look at operands, so that their outcome can be remembered for repeate
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -308,12 +308,8 @@ def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | Non
     """
     present = {name: one for name, one in tensors.items() if one is not None}
     operands = tuple(map(operand_of, present.values()))
-    check_of_addresses(tuple(present), operands, tuple(written))((), *addresses(present.values()))
-
-
-def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    """Where the tensors begin that are given."""
-    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    begins = [tensor.data_ptr() for tensor in present.values()]
+    check_of_addresses(tuple(present), operands, tuple(written))((), *begins)
 
 
 def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
