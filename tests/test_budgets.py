@@ -19,12 +19,12 @@ LONG_FUNCTIONS = {
     ("calls/attention.py", "flash_attn_func"),
     ("calls/attention.py", "flash_attn_with_kvcache"),
     ("calls/passes.py", "flash_attn_backward"),
+    ("calls/scheduler_metadata.py", "get_scheduler_metadata"),
     ("calls/attention.py", "flash_attn_varlen_func"),
 }
 """Public functions, with the longest docstrings."""
 
 PUBLIC = LONG_FUNCTIONS | {
-    ("calls/scheduler_metadata.py", "get_scheduler_metadata"),
     ("distributed/attention.py", "flash_attn_func"),
     ("distributed/decode.py", "flash_attn_with_kvcache"),
     ("distributed/planning.py", "plan"),
