@@ -271,32 +271,6 @@ class DecodePlan(PlanBase):
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
-    def launch(self) -> Launch:
-        """The launch of the kernel that attends."""
-        cut = self.cut
-        num_splits = unit_blocks = max_parts = longest = 1
-        if isinstance(cut, FixedSplit):
-            num_splits, unit_blocks = cut.num_splits, cut.unit_blocks
-            max_parts, longest = cut.max_parts, cut.longest
-        return Launch.of(
-            self.kernel(),
-            DecodeArguments,
-            seqlens=FromCall("seqused_k"),
-            workspace=FromCall("workspace") if cut.has_parts else None,
-            counters=FromCall("counters") if self.merges_inside else 0,
-            window_left=self.window.left,
-            window_right=self.window.right,
-            num_splits=num_splits,
-            unit_blocks=unit_blocks,
-            max_parts=max_parts,
-            longest_unit=longest,
-            max_seqlen_q=self.sizes.seqlen_q,
-            num_ctas=self.num_ctas,
-            width=cut.width,
-            table=FromCall("table") if self.overlaps_forward else None,
-        )
-
-    @property
     def merges_inside(self) -> bool:
         """Whether the kernel that attends merges parts, so that no other is launched."""
         if not isinstance(self.cut, StreamK):
@@ -328,14 +302,35 @@ class DecodePlan(PlanBase):
 
     def launches(self) -> tuple[Launch, ...]:
         """Return the kernel that attends, and the one that merges where the former does not."""
-        combine, size = self.combine(), self.workspace
+        cut, combine, size = self.cut, self.combine(), self.workspace
+        num_splits = unit_blocks = max_parts = longest = 1
+        if isinstance(cut, FixedSplit):
+            num_splits, unit_blocks = cut.num_splits, cut.unit_blocks
+            max_parts, longest = cut.max_parts, cut.longest
+        attend = Launch.of(
+            self.kernel(),
+            DecodeArguments,
+            seqlens=FromCall("seqused_k"),
+            workspace=FromCall("workspace") if cut.has_parts else None,
+            counters=FromCall("counters") if self.merges_inside else 0,
+            window_left=self.window.left,
+            window_right=self.window.right,
+            num_splits=num_splits,
+            unit_blocks=unit_blocks,
+            max_parts=max_parts,
+            longest_unit=longest,
+            max_seqlen_q=self.sizes.seqlen_q,
+            num_ctas=self.num_ctas,
+            width=cut.width,
+            table=FromCall("table") if self.overlaps_forward else None,
+        )
         if combine is None or self.merges_inside:
-            return (self.launch,)
+            return (attend,)
         # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
         sinks = FromCall("sinks") if self.spec.sinks else None
         named = {**size._asdict(), "sets": sets, "sinks": sinks, "workspace": FromCall("workspace")}
-        return self.launch, Launch.of(combine, CombineArguments, **named)
+        return attend, Launch.of(combine, CombineArguments, **named)
 
     @property
     def memory(self) -> Memory:

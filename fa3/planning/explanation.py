@@ -3,7 +3,7 @@
 `describe_kernel` says what people call a kernel: its role, tile, and what it is compiled for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fa3.kernels.append import Append
@@ -21,7 +21,6 @@ from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import Gpu, least_gain
 from fa3.planning.prediction import Prediction
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.shared_memory import CAPACITY
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores.intervals import Intervals
@@ -64,66 +63,11 @@ def describe_plan(
     return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
 
 
-def sentences_of_forward(
-    plan: Any, chosen: Candidate, others: Sequence[Candidate], packing: str
-) -> dict[str, str]:
-    """Describe a `fa3.planning.plan.Plan`, next to what the planner compares, fastest first.
-    `packing` is the same problem in the decode kernel, in a sentence; empty if that cannot run it.
-    """
-    problem, gpu, config, schedule = plan.problem, plan.gpu, plan.config, plan.schedule
-    prediction, order, cluster = chosen.prediction, schedule.order, config.cluster
-    timeline, smem_bytes = plan.simulate(), config.smem_bytes(problem.spec)
-    lane = "An SM" if cluster == 1 else f"A cluster of {cluster} SMs"
-    ctas, tiles = schedule.num_clusters * cluster, order.num_tiles * cluster
-    heads = problem.num_heads_q * problem.batch
-    groups = -(-order.num_heads * order.batch // order.heads_per_section)
-    together = counted(heads, "head") + " together"
-    if groups > 1:
-        together = f"{heads:,} heads in {groups} head groups, one after another"
-    arranged = "in the caller's order" if plan.is_arranged else "last query rows first"
-    softmax = "Online: subtracts the running row max."
-    if config.fixed_reference:
-        softmax = (
-            "Subtracts a fixed row max instead of the running one; the recompute launch repeats "
-            "rows for which it was too far off."
-        )
-    unmeasured = "" if gpu.costs.measured else f" Not measured on an {gpu.name}."
-    unmeasured += "" if chosen.measured else " Its tile or schedule was not measured."
-    return {
-        "CTA": f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
-        f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
-        "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, {config.kv_stages} "
-        f"of K and of V, O {'in a buffer of its own' if config.own_o else 'staged where Q was'}: "
-        f"{smem_bytes:,} of {CAPACITY:,} bytes.",
-        "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
-        f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
-        f"{counted(tiles, 'tile')}: {prediction.waves:,.2f} waves.",
-        "Order": f"Schedule {schedule.name}: {together}, {arranged}.",
-        # Counted once for every CTA of a cluster.
-        "Work": f"{counted(timeline.blocks * cluster, 'key block')}, "
-        f"{timeline.full_blocks * cluster:,} of them unmasked.",
-        "Softmax": softmax,
-        "Balance": f"{lane} works for {duration(min(timeline.busy, default=0.0))} to "
-        f"{duration(max(timeline.busy, default=0.0))}, on average {duration(timeline.mean)}: "
-        f"{timeline.balance:.1%} of the longest.",
-        "Time": f"{duration(prediction.us)} predicted under steady load, "
-        f"{problem.flops / prediction.us / 1e6:,.0f} TFLOP/s; {duration(prediction.burst_us)} in a "
-        f"burst.{unmeasured}",
-        "Bound": f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs busy "
-        f"for {prediction.busy:.1%} of it, device memory {duration(prediction.memory_us)}, launch "
-        f"{prediction.launch_us:.1f} us.",
-        "Choice": choice_of(
-            chosen.name, prediction, [one for one in others if one.name != chosen.name]
-        ),
-        "Packing": packing,
-    }
-
-
 def choice_of(name: str, prediction: Prediction, others: Iterable[Candidate]) -> str:
-    """What was chosen, and the other candidates with their predicted times."""
+    """What was chosen, and candidates of other names with their predicted times."""
     us = prediction.us
     lines = [f"{name}: {duration(us)}."]
-    for other in others:
+    for other in (one for one in others if one.name != name):
         difference = other.prediction.us / us - 1 if us else 0.0
         remark = "" if other.measured else ", not measured"
         if 0 < us - other.prediction.us <= least_gain(us):

@@ -14,10 +14,11 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import Candidate, describe_config, sentences_of_forward
+from fa3.planning.explanation import Candidate, choice_of, counted, describe_config, duration
 from fa3.planning.launch import FromCall, Launch, Memory, PlanBase, launch_of_forward
 from fa3.planning.prediction import Cost, Load, Prediction, Timeline, predict
 from fa3.planning.tilings import TiledProblem, takes_fixed_reference
+from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import (
     ELEMENTS,
     FP8,
@@ -134,11 +135,7 @@ class Plan(PlanBase):
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""
-        return self.as_candidate().prediction
-
-    def as_candidate(self) -> Candidate:
-        """The plan with its prediction, to compare it with the planner's candidates."""
-        return laid_out(self.tiled, self.schedule)
+        return laid_out(self.tiled, self.schedule).prediction
 
     @property
     def tiled(self) -> TiledProblem:
@@ -168,10 +165,55 @@ class Plan(PlanBase):
         return Timeline.of(schedule, tiled.lanes, us, cost_of)
 
     def sentences(self) -> dict[str, str]:
-        others = sorted(self.considered, key=lambda candidate: candidate.prediction.us)
-        chosen, grouped = self.as_candidate(), DecodePlan.if_possible(self.problem, self.gpu)
-        packing = "" if grouped is None else grouped.compare_with(chosen, others)
-        return sentences_of_forward(self, chosen, others, packing)
+        problem, gpu, config, schedule = self.problem, self.gpu, self.config, self.schedule
+        chosen = laid_out(self.tiled, schedule)
+        prediction, order, cluster = chosen.prediction, schedule.order, config.cluster
+        others = sorted(self.considered, key=lambda one: one.prediction.us)
+        grouped = DecodePlan.if_possible(problem, gpu)
+        timeline = self.simulate()
+        lane = "An SM" if cluster == 1 else f"A cluster of {cluster} SMs"
+        ctas, tiles = schedule.num_clusters * cluster, order.num_tiles * cluster
+        heads = problem.num_heads_q * problem.batch
+        groups = -(-order.num_heads * order.batch // order.heads_per_section)
+        together = counted(heads, "head") + " together"
+        if groups > 1:
+            together = f"{heads:,} heads in {groups} head groups, one after another"
+        arranged = "in the caller's order" if self.is_arranged else "last query rows first"
+        softmax = "Online: subtracts the running row max."
+        if config.fixed_reference:
+            softmax = (
+                "Subtracts a fixed row max instead of the running one; the recompute launch "
+                "repeats rows for which it was too far off."
+            )
+        unmeasured = "" if gpu.costs.measured else f" Not measured on an {gpu.name}."
+        unmeasured += "" if chosen.measured else " Its tile or schedule was not measured."
+        return {
+            "CTA": f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
+            f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
+            "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, "
+            f"{config.kv_stages} of K and of V, O "
+            f"{'in a buffer of its own' if config.own_o else 'staged where Q was'}: "
+            f"{config.smem_bytes(problem.spec):,} of {CAPACITY:,} bytes.",
+            "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
+            f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
+            f"{counted(tiles, 'tile')}: {prediction.waves:,.2f} waves.",
+            "Order": f"Schedule {schedule.name}: {together}, {arranged}.",
+            # Counted once for every CTA of a cluster.
+            "Work": f"{counted(timeline.blocks * cluster, 'key block')}, "
+            f"{timeline.full_blocks * cluster:,} of them unmasked.",
+            "Softmax": softmax,
+            "Balance": f"{lane} works for {duration(min(timeline.busy, default=0.0))} to "
+            f"{duration(max(timeline.busy, default=0.0))}, on average {duration(timeline.mean)}: "
+            f"{timeline.balance:.1%} of the longest.",
+            "Time": f"{duration(prediction.us)} predicted under steady load, "
+            f"{problem.flops / prediction.us / 1e6:,.0f} TFLOP/s; {duration(prediction.burst_us)} "
+            f"in a burst.{unmeasured}",
+            "Bound": f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs "
+            f"busy for {prediction.busy:.1%} of it, device memory "
+            f"{duration(prediction.memory_us)}, launch {prediction.launch_us:.1f} us.",
+            "Choice": choice_of(chosen.name, prediction, others),
+            "Packing": "" if grouped is None else grouped.compare_with(chosen, others),
+        }
 
 
 def check_plan(plan: Plan) -> None:
