@@ -224,7 +224,7 @@ def test_machine_code_of_a_kernel_with_both_references():
 @pytest.mark.compiles
 def test_machine_code_with_keys_in_a_cache():
     signature = signature_with(spec_of(128, "causal"), cache=CacheLayout(0))
-    kernel, _ = signature.kernels()
+    kernel = signature.launches()[1].kernel
     check_overlap(check_with_cache(kernel), signature.spec, kernel.config)
 
 
@@ -239,7 +239,8 @@ def check_with_cache(kernel: Forward) -> CubinReport:
 @pytest.mark.compiles
 def test_machine_code_of_functions_with_keys_in_a_cache():
     spec = modified(256, "window", *MODIFIERS["everything"])
-    (kernel,) = signature_with(spec, has_used_q=True, cache=CacheLayout(16)).kernels()
+    signature = signature_with(spec, has_used_q=True, cache=CacheLayout(16))
+    kernel = signature.launches()[1].kernel
     check_with_cache(kernel)
 
 

@@ -114,7 +114,10 @@ class Rule(NamedTuple):
     fixed: float = 1.0
 
     def tile(self, key: TileKey) -> TileCosts:
-        tensor, exponential = clocks_of_block(key)
+        # Clocks that a CTA's key block takes on the tensor cores, and on the exponential units.
+        scores = key.tile_m * key.tile_n
+        bytes_of_key = key.element_bytes * (key.head_dim + key.head_dim_v)
+        tensor, exponential = scores * bytes_of_key / 4096, scores / 16
         full = self.tensor * tensor + self.exponential * exponential
         part_us = self.part_us * key.tile_m / 128 * (key.head_dim_v / 128) ** 2
         tile = TileCosts(full, full * self.masked, self.tile_us, self.steady, part_us)
@@ -124,13 +127,6 @@ class Rule(NamedTuple):
         """The costs of a tile, changed to those with a fixed reference."""
         full_us, masked_us = tile.full_us * self.fixed, tile.masked_us * self.fixed
         return tile._replace(full_us=full_us, masked_us=masked_us)
-
-
-def clocks_of_block(key: TileKey) -> tuple[float, float]:
-    """Clocks that a CTA's key block takes on the tensor cores, and on the exponential units."""
-    scores = key.tile_m * key.tile_n
-    bytes_of_key = key.element_bytes * (key.head_dim + key.head_dim_v)
-    return scores * bytes_of_key / 4096, scores / 16
 
 
 @dataclass(frozen=True)

@@ -222,20 +222,8 @@ class Signature:
         """What the kernel for shared tiles is compiled for: a table says what rows see."""
         return replace(self.spec, mask=Intervals())
 
-    def kernels(self, splits: bool = False) -> tuple[Forward, ...]:
-        """The forward kernel for whole or for split tiles, then recompute if rows can fail."""
-        config = self.config
-        if splits and any(score.kind is Alibi for score in self.spec.scores):
-            # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
-            config = config.recompute
-        schedule = RaggedSegments if splits else RaggedTiles
-        kernel = Forward(self.spec, config, schedule, cache=self.cache)
-        if not config.fixed_reference:
-            return (kernel,)
-        return kernel, Forward(self.spec, config.recompute, RecomputeRaggedTiles, cache=self.cache)
-
     def launches(self, splits: bool = False, overlaps_decode: bool = False) -> list[Launch]:
-        """Return the launches of a call: tables, the forward kernel, recompute.
+        """Return the launches of a call: tables, the forward kernel, recompute if rows can fail.
         `overlaps_decode` says whether the decode kernel runs at the same time."""
         config, window = self.config, self.window
         kernel = TileTable(
@@ -252,9 +240,16 @@ class Signature:
             named["rows_of_section"] = self.rows_of_section
             table = Launch.of(SegmentTable(kernel), SegmentTableArguments, **named)
             values = {"schedule_state": FromCall("segments"), "num_slots": FromCall("num_slots")}
-        main, *recompute = self.kernels(splits)
-        values["overlaps_decode"] = int(overlaps_decode)
-        return [table, self.launch_of(main, **values), *map(self.recompute_of, recompute)]
+        if splits and any(score.kind is Alibi for score in self.spec.scores):
+            # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
+            config = config.recompute
+        schedule = RaggedSegments if splits else RaggedTiles
+        main = Forward(self.spec, config, schedule, cache=self.cache)
+        launches = [table, self.launch_of(main, overlaps_decode=int(overlaps_decode), **values)]
+        if config.fixed_reference:
+            kind = self.spec, config.recompute, RecomputeRaggedTiles
+            launches.append(self.recompute_of(Forward(*kind, cache=self.cache)))
+        return launches
 
     def shared_launches(self) -> list[Launch]:
         """Return the launches of a call with shared tiles: their tables, the forward kernel, and

@@ -14,6 +14,7 @@ from cutlass import Int32
 from fa3.primitives.vectors import QUAD
 from fa3.schedules.order import Schedule, Segment, TileOrder
 
+TILES_TAKEN = 0  # place of the counter of tiles that were taken
 SLOTS = 2  # slots of the mailbox: the producer may fetch this many tiles ahead of the consumers
 
 
@@ -95,7 +96,7 @@ class Dynamic(Schedule):
         if not self.is_producer:
             (index,) = self.recv(count)
             return index
-        index = self.num_given + cute.arch.shuffle_sync(self.take(), 0)
+        index = self.num_given + cute.arch.shuffle_sync(self.count(TILES_TAKEN), 0)
         self.send(count, index)
         return index
 
@@ -140,10 +141,6 @@ class Dynamic(Schedule):
 
     def segment(self, cursor: Any) -> Segment:
         return self.order.segment(cursor.index)
-
-    def take(self) -> Int32:
-        """Take a tile: lane 0 gets how many were taken before, other lanes anything."""
-        return self.count(0)
 
     @cute.jit
     def count(self, place: cutlass.Constexpr, sem: cutlass.Constexpr = "relaxed") -> Int32:

@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import Divisor, larger, smaller
-from fa3.schedules.dynamic import SLOTS, Dynamic
+from fa3.schedules.dynamic import SLOTS, TILES_TAKEN, Dynamic
 from fa3.schedules.order import Segment, Tile
 
 TABLE_HEADER = 8
@@ -253,7 +253,7 @@ class RaggedTiles(Dynamic):
 
     def take_next(self, cursor: RaggedCursor) -> RaggedCursor:
         """Take the next tile, and tell the consumers; the producer warp calls this."""
-        taken = cursor.taken if self.asks_early else self.take()
+        taken = cursor.taken if self.asks_early else self.count(TILES_TAKEN)
         turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
         index = self.order.taken(turn, self.num_clusters, cursor.end)
         following = self.read(cursor._replace(index=index, count=cursor.count + 1))
@@ -264,7 +264,7 @@ class RaggedTiles(Dynamic):
         """The cursor after the producer has asked for the tile that follows, if it asks early."""
         if not self.is_producer:
             return cursor
-        return cursor._replace(taken=self.take() if self.asks_early else Int32(0))
+        return cursor._replace(taken=self.count(TILES_TAKEN) if self.asks_early else Int32(0))
 
     def is_valid(self, cursor: RaggedCursor):
         return cursor.index < cursor.end
