@@ -206,6 +206,7 @@ class Decode(DecodeMemory):
     def wait_and_attend(self, call: tuple):
         """Prefetch while the previous kernel ends; attend after it."""
         operands, smem, cut, sizes = call
+        workspace = operands.workspace
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
@@ -225,7 +226,7 @@ class Decode(DecodeMemory):
                 if cta < count:
                     self.attend((*call[:-1], fewer))
                 elif cute.arch.thread_idx()[0] == 0:
-                    operands.workspace.clear_record(cta)
+                    workspace.clear_record(cta)
             else:
                 self.attend(call)
 
