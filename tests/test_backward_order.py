@@ -26,8 +26,11 @@ FORCED = (
     *((2, 6, KeyShares(n, 1)) for n in (2, 3)),
     *((1, 8, KeyShares(n, 1)) for n in (2, 4, 8)),
     (1, 8, KeyShares(8, 8)),
+    *((1, 6, KeyShares(n, 5)) for n in (1, 2)),
+    *((2, 6, KeyShares(n, 7, 1600)) for n in (1, 3)),
+    (1, 8, KeyShares(1, 20, 2800)),
 )
-"""(key/value heads, query heads of each, shares of a key tile)."""
+"""(key/value heads, query heads of each, shares of a key tile); later key tiles may have fewer."""
 
 
 @pytest.fixture

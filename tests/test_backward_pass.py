@@ -22,7 +22,15 @@ from fa3.planning.backward import (
 )
 from fa3.planning.key_split import KeyShares
 from fa3.primitives.arithmetic import PlainDivisor
-from fa3.primitives.gradient_parts import KeySplit, family_of
+from fa3.primitives.gradient_parts import (
+    RISE,
+    KeySplit,
+    blocks_of_head,
+    family_of,
+    find_part,
+    parts_of_last,
+    parts_of_tile,
+)
 from fa3.primitives.query_tiles import QueryWalk, number_of_packed_tiles
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
@@ -52,11 +60,11 @@ PLANS = {
     "heads are taken one after another": ((2, 4096, 8, 4), CAUSAL, {"heads_per_group": 8}),
     "one more": ((1, 4096, 9, 1), CAUSAL, {"heads_per_group": 9}),
     "two equal ones": ((1, 4096, 20, 1), CAUSAL, {"heads_per_group": 10}),
-    "few": ((1, 4096, 3, 1), CAUSAL, {"heads_per_group": 6, "shares": KeyShares(1, 2)}),
+    "few": ((1, 4096, 3, 1), CAUSAL, {"heads_per_group": 3, "shares": KeyShares(1, 2)}),
     "any order": ((4, 4096, 16, 1), FULL, {"heads_per_group": 2}),
     "a fixed order": ((4, 4096, 16, 1), FULL, {"heads_per_group": 4, "is_ordered": True}),
     "one group": ((1, 2048, 1, 1), FULL, {"num_head_groups": 1, "groups_preprocessed": 1}),
-    "two short groups at once": ((1, 2048, 2, 8), CAUSAL, {"groups_preprocessed": 2}),
+    "two short groups at once": ((1, 4096, 1, 8), CAUSAL, {"groups_preprocessed": 2}),
     "long groups one by one": ((1, 8192, 1, 8), CAUSAL, {"groups_preprocessed": 1}),
     # With few parts of key tiles: the number of head groups, and how many are preprocessed before.
     **{
@@ -104,9 +112,8 @@ PLANS = {
             ("a CTA for each query head", (1, 4096, 1, 8), (8, 1)),
             ("two query heads each", (1, 4096, 8, 4), (2, 1)),
             ("seven query heads", (1, 6000, 4, 7), (7, 1)),
-            ("and half of the query blocks each", (1, 1024, 1, 6), (6, 2)),
-            ("all parts run at the same time", (1, 1024, 1, 16), (16, 1)),
-            ("no key tile waits for another", (1, 2048, 1, 8), (8, 2)),
+            ("long key tiles have more parts", (1, 1024, 1, 6), (1, 24, 3072)),
+            ("all parts run at the same time", (1, 2048, 1, 8), (1, 15, 910)),
             ("enough key tiles", (1, 4608, 24, 1), ()),
             ("many key tiles", (8, 4096, 16, 1), ()),
         )
@@ -165,45 +172,65 @@ def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
     assert words_of_counters(groups) > place_of_group_flag(groups - 1, ACCUMULATED)
 
 
+FIND_PART, PARTS_OF_LAST = (
+    FunctionType(one.__wrapped__.__code__, {"parts_of_tile": parts_of_tile, "Int32": int})
+    for one in (find_part, parts_of_last)
+)
+"""The code as it is written."""
+
+
 @given(
     head_parts=st.sampled_from([1, 2, 3, 6]),
-    block_parts=st.integers(1, 8),
-    heads_kv=st.integers(1, 3),
-    begin=st.integers(0, 5),
-    count=st.integers(1, 40),
+    shares=st.tuples(st.integers(1, 20), st.integers(1, 8000)),
+    sizes=st.tuples(*[st.integers(1, 3)] * 3, st.integers(1, 6)),
+    first=st.integers(1, 40),
 )
-def test_parts_cover_every_head_and_block_once(head_parts, block_parts, heads_kv, begin, count):
-    group = 6
-    parts = PlainDivisor(head_parts * block_parts)
-    split = KeySplit(parts, PlainDivisor(block_parts), group // head_parts)
-    blocks = Blocks(begin, begin + count // 3, begin + count // 2, begin + count)
-    found = []
-    for head in range(heads_kv * parts.value):
-        work = split.work(0, head, 0, group)
-        walked = split.blocks(blocks, work.part)
-        assert walked.begin <= walked.full_begin <= walked.full_end <= walked.end
-        for block in range(walked.begin, walked.end):
-            is_full = walked.full_begin <= block < walked.full_end
-            assert is_full == (blocks.full_begin <= block < blocks.full_end)
-            heads = range(work.first_head, work.first_head + work.num_heads)
-            found += [(work.head_kv, head_q, block) for head_q in heads]
-    expected = [
-        (head // group, head, block)
+def test_parts_cover_every_head_and_block_once(head_parts, shares, sizes, first):
+    """In the order of CTAs, in head groups; no part is in two of them."""
+    (block_parts, rise), (heads_kv, batch, per_group, tiles) = shares, sizes
+    group, sets = 6, heads_kv * head_parts
+    split = KeySplit(PlainDivisor(head_parts), block_parts, rise, group // head_parts)
+    of_set = sum(map(KeyShares(head_parts, block_parts, rise).parts_of_set, range(tiles)))
+    assert PARTS_OF_LAST(block_parts, rise, tiles) == of_set
+    order, found, numbers = TileOrder(of_set, sets, batch, per_group), [], []
+    for index in range(order.num_tiles):
+        left, number, of_batch = order.tile(index)
+        m_block, before, parts = FIND_PART(block_parts, rise, left)
+        n_block = tiles - 1 - m_block
+        work = split.work(n_block, number, of_batch, (left - before, parts), group)
+        numbers.append((of_batch, work.head_kv, n_block, work.part, work.parts))
+        begin, count = n_block, max(1, first - 7 * n_block)
+        blocks = Blocks(begin, begin + count // 3, begin + count // 2, begin + count)
+        for h in range(work.num_heads):
+            walked = blocks_of_head(work, h, blocks, begin, count)
+            assert walked.begin <= walked.full_begin <= walked.full_end <= walked.end
+            for block in range(walked.begin, walked.end):
+                is_full = walked.full_begin <= block < walked.full_end
+                assert is_full == (blocks.full_begin <= block < blocks.full_end)
+                found.append((of_batch, work.first_head + h, n_block, block))
+                flat = of_batch * sets + (work.first_head + h) // (group // head_parts)
+                assert order.section_of(index) == flat // per_group
+    assert sorted(found) == [
+        (of_batch, head, n_block, block)
+        for of_batch in range(batch)
         for head in range(heads_kv * group)
-        for block in range(blocks.begin, blocks.end)
+        for n_block in range(tiles)
+        for block in range(n_block, n_block + max(1, first - 7 * n_block))
     ]
-    assert sorted(found) == expected
+    assert len(set(numbers)) == len(numbers)
+    assert all(part < parts <= head_parts * block_parts for *_, part, parts in numbers)
 
 
 @given(block_parts=st.integers(1, 8), count=st.integers(1, 40), data=st.data())
 def test_parts_divide_key_tiles_at_the_same_blocks_in_a_fixed_order(block_parts, count, data):
-    split = KeySplit(PlainDivisor(block_parts), PlainDivisor(block_parts), 1)
+    split = KeySplit(PlainDivisor(1), block_parts, RISE * block_parts, 1)
+    works = [split.work(0, 0, 0, (part, block_parts), 1) for part in range(block_parts)]
     parts = {}
     for _ in range(3):
         begin = data.draw(st.integers(0, count - 1))
         end = data.draw(st.integers(begin + 1, count))
         blocks = Blocks(begin, begin, end, end)
-        walks = [split.blocks_in_order(blocks, part, count) for part in range(block_parts)]
+        walks = [blocks_of_head(work, 0, blocks, 0, count) for work in works]
         assert [b for walk in walks for b in range(walk.begin, walk.end)] == [*range(begin, end)]
         for part, walk in enumerate(walks):
             for block in range(walk.begin, walk.end):

@@ -376,7 +376,7 @@ def tables_on_gpu(step: Step, device) -> tuple[np.ndarray, list[Segments]]:
     ends = (integers(*one, device=device) for one in step.ends)
     load_kernel(kernel)(
         *ends, None, None, table[:-64], *step.totals, step.capacity, 0, *step.window, step.short,
-        heads // heads_kv, NUM_CTAS, None, segments[:-64], heads, step.rows_of_section,
+        heads // heads_kv, NUM_CTAS, *[None] * 3, segments[:-64], heads, step.rows_of_section,
     )  # fmt: skip
     assert (table[-64:] == -7).all() and (segments[-64:] == -7).all()
     return table[:-64].cpu().numpy(), columns_in(segments[:-64].tolist())

@@ -20,11 +20,18 @@ from fa3.kernels.tile_table import (
     shift_of_work,
     words_of_table,
 )
+from fa3.planning.key_split import KeyShares
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
 from fa3.running.compiler import load_kernel
-from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.schedules.ragged import (
+    CTAS_BESIDE,
+    NUM_RECORDS,
+    RECORD,
+    TABLE_HEADER,
+    TileRecord,
+)
 from fa3.scores.masks import Band
 from fa3.tools.cubin import opcode
 
@@ -61,8 +68,7 @@ def test_few_sequences_are_read_once_and_no_warp_waits(is_of_keys, has_used):
     num_loads = 4 + 2 * has_used
     of_few = [load for load in loads if load < waits[1]]
     assert len(of_few) == num_loads and waits[0] < min(of_few)
-    # Key tiles may be in either of two orders.
-    assert prefetches[0] < waits[0] and len(stores) == (2 + is_of_keys) * RECORD // 4
+    assert prefetches[0] < waits[0] and len(stores) == 2 * RECORD // 4
     assert max(stores) < waits[1] and ends and not any(c.startswith("ATOMS") for c in few)
 
 
@@ -116,17 +122,18 @@ def table_of(
     totals,
     device,
     shift: int = 0,
-    is_by_work: int | None = None,
+    of_keys: tuple = (None, None, None),
 ):
     """The header of a table made on the GPU, and its records.
 
     Args:
         lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; None for what there is not.
+        of_keys: the arguments of `OF_KEYS`.
     """
-    capacity = capacity_of_table(totals[0], len(lengths[0]) - 1, kernel.tile_m)
+    capacity = capacity_of_table(totals[0], len(lengths[0]) - 1, kernel.tile_m) * (of_keys[1] or 1)
     table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
     on_gpu = (None if one is None else one.int().to(device) for one in lengths)
-    others = capacity, shift, *window, short, 4, NUM_CTAS, is_by_work
+    others = capacity, shift, *window, short, 4, NUM_CTAS, *of_keys
     load_kernel(kernel)(*on_gpu, table, *totals, *others)
     header, records = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:].view(-1, RECORD)
     return header, records[: header[NUM_RECORDS]].tolist(), capacity
@@ -157,16 +164,23 @@ def test_few_sequences_on_a_cache(device):
         assert len(records) == expected[NUM_RECORDS]
 
 
-def test_key_tiles_of_all_sequences_come_by_their_work(device):
-    window = Window(right=0)
+@pytest.mark.parametrize("shares", [KeyShares(), KeyShares(1, 5), KeyShares(1, 13, 1200)])
+def test_key_tiles_of_all_sequences_come_by_their_work(shares, device):
+    """Each in its parts."""
+    window, of_keys = Window(right=0), (1, shares.block_parts, shares.rise)
     kernel = TileTable(TILE_M, TILE_M, Band.of(window), False, False, is_of_keys=True)
     for lengths in batches():
         given, total = (ends_of(lengths), ends_of(lengths), None, None), sum(lengths)
-        _, records, _ = table_of(kernel, window, 0, given, (total, total), device, is_by_work=1)
-        counts = [-(-length // TILE_M) for length in lengths]
-        tiles = [(left, batch) for batch, count in enumerate(counts) for left in range(count)]
-        found = [(m_block, batch) for m_block, batch, *_ in records]
-        assert found == sorted(tiles, key=lambda tile: (-tile[0], tile[1]))
+        _, records, _ = table_of(kernel, window, 0, given, (total, total), device, 0, of_keys)
+        tiles = []
+        for batch, length in enumerate(lengths):
+            count = 0
+            for after in range(-(-length // TILE_M)):
+                tiles += [(-after, batch, count, parts := shares.parts_of_set(after))]
+                count += parts
+        # `m_block` counts the parts that follow.
+        expected = [(n + i, batch) for _, batch, n, parts in sorted(tiles) for i in range(parts)]
+        assert [(left, batch) for left, batch, *_ in records] == expected
 
 
 def test_all_records_of_lengths_that_overlap_are_written_and_inside(device):

@@ -76,7 +76,7 @@ from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.gradient_mmas import GradientLayouts
-from fa3.primitives.gradient_parts import KeySplit, SharedKeyTiles
+from fa3.primitives.gradient_parts import KeySplit, SharedKeyTiles, parts_of_last
 from fa3.primitives.pipelines import thread_pipeline, tma_pipeline
 from fa3.primitives.query_tiles import STATISTICS, PackedQueryTiles, QueryTiles
 from fa3.primitives.shared_memory import SmemAllocator
@@ -131,7 +131,7 @@ class Backward(AttentionKernel):
         tensors = call.q, call.k, call.v, call.d_out, call.dk, call.dv
         shared, heads = self.shared_key_tiles(call), heads_kv
         if cutlass.const_expr(self.splits):
-            heads = heads_kv * shared.split.parts.value
+            heads = heads_kv * call.head_parts
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
             state = call.integers(call.table_at, call.counters_at)
@@ -141,6 +141,8 @@ class Backward(AttentionKernel):
             batch, seqlen_k = call.q.shape[0], call.k.shape[1]
             sequences = Dense(call.q.shape[1], seqlen_k, window)
             num_key_tiles = cute.ceil_div(seqlen_k, config.tile_n)
+            if cutlass.const_expr(self.splits):
+                num_key_tiles = parts_of_last(call.block_parts, call.rise, num_key_tiles)
             order = KernelOrder.of(num_key_tiles, heads, batch, call.heads_per_group)
             q, k, v, d_out, dk, dv = map(rows_first, tensors)
         tiles = self.numbers_of_tiles(call, call.q, config.tile_m)
@@ -185,7 +187,8 @@ class Backward(AttentionKernel):
         if not self.splits:
             return None
         ratio = call.q.shape[-2] // call.k.shape[-2]
-        split = KeySplit.of(call.head_parts, call.block_parts, ratio)
+        sets = Divisor.of(call.head_parts)
+        split = KeySplit(sets, call.block_parts, call.rise, ratio // call.head_parts)
         parts = call.numbers(call.parts_at, call.buffer.shape[0])
         counters = call.integers(call.part_counters_at, call.dq_flags_at)
         tiles = self.numbers_of_tiles(call, call.k, self.config.tile_n)
@@ -204,7 +207,7 @@ class Backward(AttentionKernel):
         per_head = self.numbers_of_tiles(call, call.q, self.config.tile_m).tiles_per_head
         per_group = per_head * call.heads_per_group * (heads_q // heads_kv)
         if self.splits:
-            per_group = per_group // (call.head_parts * call.block_parts)
+            per_group = per_group // call.head_parts
         return QueryHeadGroups(per_head * heads_q * batch, Divisor.of(per_group))
 
     @property

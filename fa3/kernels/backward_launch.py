@@ -179,9 +179,12 @@ class PassArguments(NamedTuple):
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
-    # Key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`. Parts of key tiles
-    # count as heads.
+    # Key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`, or sets of `KeySplit`.
     heads_per_group: int
+    # head_parts, block_parts, rise: how CTAs share key tiles, see `KeySplit`.
+    head_parts: int
+    block_parts: int
+    rise: int
     num_clusters: int  # the number of CTAs to launch
     # dq_at, table_at, counters_at, dq_flags_at: where these begin in the buffer, multiples of 4.
     # Without a table `table_at` is `counters_at`.
@@ -199,12 +202,8 @@ class PassArguments(NamedTuple):
     cu_seqlens_k: object = None
     seqused_q: object = None
     seqused_k: object = None
-    # head_parts: CTAs among which a key tile's query heads are divided equally; block_parts: CTAs
-    # among which the query blocks of these heads are divided. None, and the next two, if each CTA
-    # has key tiles alone.
-    head_parts: int | None = None
-    block_parts: int | None = None
-    # part_counters_at, parts_at: where the counters and sums of shared key tiles begin.
+    # part_counters_at, parts_at: where the counters and sums of shared key tiles begin; None if
+    # each CTA has key tiles alone.
     part_counters_at: object = None
     parts_at: object = None
     # 1 if odd head groups have the first keys first (`fa3.primitives.query_tiles`), 0 if not; None
@@ -230,7 +229,6 @@ class PassArguments(NamedTuple):
 
         named = arguments.scalars(cls)
         if kernel.splits:
-            named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
             named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
         if table is not None:
             table_types = TileTableArguments.symbolic(table)._asdict()

@@ -24,7 +24,14 @@ from fa3.primitives.dq_accumulator import (
 from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.fragments import TransposedCoords
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
-from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles
+from fa3.primitives.gradient_parts import (
+    GradientParts,
+    KeyRows,
+    KeyWork,
+    SharedKeyTiles,
+    blocks_of_head,
+    find_part,
+)
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.output_store import GradientStore
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, QueryWalk, statistics_of_tile
@@ -144,6 +151,12 @@ class BackwardRoles:
     def tile(self, cursor) -> KeyTile:
         """The key tile of a cursor."""
         segment = self.schedule.segment(cursor)
+        if self.kernel.splits:
+            # `m_block` counts parts: those of the sequence and head that follow.
+            split, left = self.tensors.shared.split, segment.tile.m_block
+            after, before, parts = find_part(split.block_parts, split.rise, left)
+            tile = segment.tile._replace(m_block=after)
+            segment = segment._replace(tile=tile, part=(left - before, parts))
         is_down = None
         if self.kernel.may_alternate:
             is_down = self.head_group(cursor) & self.tensors.alternates
@@ -156,12 +169,13 @@ class BackwardRoles:
         head = work.first_head + h
         mask = self.mask.at(work.batch, head)
         blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
-        if self.kernel.splits and self.kernel.is_ordered:
-            num_blocks = cute.ceil_div(tile.sequence.seqlen_q, self.config.tile_m)
-            whole = larger(1, num_blocks)
-            blocks = self.tensors.shared.split.blocks_in_order(blocks, work.part, whole)
-        elif self.kernel.splits:
-            blocks = self.tensors.shared.split.blocks(blocks, work.part)
+        if self.kernel.splits:
+            divided = blocks.begin, blocks.end - blocks.begin
+            if self.kernel.is_ordered:
+                # All key tiles divide the same blocks.
+                num_blocks = cute.ceil_div(tile.sequence.seqlen_q, self.config.tile_m)
+                divided = 0, larger(1, num_blocks)
+            blocks = blocks_of_head(work, h, blocks, *divided)
         return QueryHead(head, mask, QueryWalk.of(blocks, tile.is_down))
 
     def keys_of(self, segment, is_down) -> Tile:
@@ -180,8 +194,8 @@ class BackwardRoles:
         """A CTA's work on a key tile, whole or a part."""
         ratio = self.tensors.qhead_per_kvhead
         if self.kernel.splits:
-            return self.tensors.shared.split.work(n_block, head, batch, ratio)
-        return KeyWork(n_block, head, batch, head * ratio, ratio, 0)
+            return self.tensors.shared.split.work(n_block, head, batch, segment.part, ratio)
+        return KeyWork(n_block, head, batch, head * ratio, ratio)
 
     def key_rows(self, segment) -> KeyRows:
         """Where dK and dV have the rows of a segment's sequence."""
@@ -197,6 +211,8 @@ class BackwardRoles:
 
     def num_key_tiles(self, segment):
         """Key tiles of a segment's sequence and head."""
+        if self.kernel.splits:
+            return cute.ceil_div(self.key_rows(segment).length, self.config.tile_n)
         if self.kernel.is_ragged:
             return segment.record.num_m_blocks
         return self.schedule.order.num_m_blocks

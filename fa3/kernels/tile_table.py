@@ -31,6 +31,7 @@ from cutlass import Float32, Int32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
+from fa3.primitives.gradient_parts import find_part, parts_of_last
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import ROWS, WARP
@@ -71,6 +72,9 @@ AT_ONCE = 8  # lanes that `place_among` asks at once
 AMOUNTS = SORTERS  # amounts of work that are told apart, one for each thread of the prefix sum
 
 
+OF_KEYS = "is_by_work", "block_parts", "rise"  # arguments of tables of keys
+
+
 class TileTableArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last."""
 
@@ -97,6 +101,9 @@ class TileTableArguments(NamedTuple):
     num_ctas: int  # CTAs that the GPU holds
     # Of keys: 1 if tiles of up to 32 sequences come by their work, 0 if a sequence's come together.
     is_by_work: int | None = None
+    # block_parts, rise: of keys, see `KeySplit`; a tile has as many records as it has parts.
+    block_parts: int | None = None
+    rise: int | None = None
 
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
@@ -108,8 +115,8 @@ class TileTableArguments(NamedTuple):
             seqused_q=vector(batch, kernel.has_used_q),
             seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
             table=vector(),
-            is_by_work=Int32(0) if kernel.is_of_keys else None,
             **arguments.scalars(cls),
+            **dict.fromkeys(OF_KEYS, Int32(0) if kernel.is_of_keys else None),
         )
 
     @property
@@ -165,7 +172,7 @@ class LaneSequence(NamedTuple):
     begin_k: Int32
     seqlen_k: Int32
     owned_k: Int32  # rows of k from the first one to the next sequence's; if tiles are of keys
-    num_tiles: Int32  # the sequence's
+    num_tiles: Int32  # the sequence's; parts of tiles if these are of keys
 
 
 @dataclass(frozen=True)
@@ -242,7 +249,7 @@ class TileTable(KernelBase):
         lane_sequence = self.read(call, lane)
         num_tiles, num_sequences = lane_sequence.num_tiles, call.queries.num_sequences
         upto = sum_in_warp(num_tiles)
-        amount = self.amount(num_tiles, self.sequence(call, lane_sequence), call.shift)
+        amount = self.amount(call, lane_sequence)
         return lane_sequence, place_among(amount, num_tiles, num_sequences), upto
 
     def share(self, call: TileTableArguments, lane_sequence: LaneSequence) -> DecodeShare:
@@ -327,7 +334,7 @@ class TileTable(KernelBase):
             upto = sum_in_warp(num_tiles)
             if cutlass.const_expr(is_counting and not self.is_of_keys):
                 work = DecodeShare(*map(add, work, self.work(call, lane_sequence)))
-            amount = self.amount(num_tiles, self.sequence(call, lane_sequence), call.shift)
+            amount = self.amount(call, lane_sequence)
             place = take_places(places, amount, num_tiles, upto)
             if cutlass.const_expr(not is_counting):
                 self.write_tiles(call, first, lane_sequence, upto, place, Int32(0), Int32(WARP))
@@ -346,7 +353,7 @@ class TileTable(KernelBase):
         num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
         num_tiles = num_tiles if seqlen_q > call.short_queries else Int32(0)
         if cutlass.const_expr(self.is_of_keys):
-            num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
+            num_tiles = parts_of_last(call.block_parts, call.rise, self.key_tiles(owned_k))
         return LaneSequence(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
 
     def sequence(self, call: TileTableArguments, lane_sequence: LaneSequence) -> Sequence:
@@ -380,15 +387,19 @@ class TileTable(KernelBase):
             at = first_place + num_tiles - 1 - left
             if cutlass.const_expr(self.is_of_keys and are_all):  # noqa: SIM102
                 if call.is_by_work != 0:
-                    at = place_of_tile(
-                        lane_sequence.num_tiles, owner, left, call.queries.num_sequences
-                    )
+                    _, before, parts = find_part(call.block_parts, call.rise, left)
+                    of_tile = owner, before, parts, call.queries.num_sequences
+                    at = place_of_tile(lane_sequence.num_tiles, *of_tile) + left - before
             record = TileRecord(left, first + owner, *ends, num_tiles)
             if cutlass.const_expr(self.is_of_keys):
                 record = KeyTileRecord(*record, owned_k)
             has_room = at >= 0 and at < call.capacity
             write_record(call.table, at, record, number < total and has_room)
             begin += step
+
+    def key_tiles(self, owned_k):
+        """Key tiles of a sequence."""
+        return (owned_k + self.tile_n - 1) // self.tile_n
 
     @cute.jit
     def work(self, call: TileTableArguments, lane_sequence: LaneSequence) -> DecodeShare:
@@ -409,14 +420,16 @@ class TileTable(KernelBase):
         short = Float32(row_blocks) * Float32(short_blocks.end - short_blocks.begin)
         return DecodeShare(long, short * (KEYS_OF_DECODING / self.tile_n))
 
-    def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
+    def amount(self, call: TileTableArguments, lane_sequence: LaneSequence) -> Int32:
         """The index of a longest tile's work; the most has index 0."""
-        last = cutlass.max(num_tiles - 1, 0)
+        sequence, num_tiles = self.sequence(call, lane_sequence), lane_sequence.num_tiles
         find, rows, columns = self.band.key_blocks, self.tile_m, self.tile_n
         if self.is_of_keys:
+            num_tiles = self.key_tiles(lane_sequence.owned_k)
             find, rows, columns = self.band.query_blocks, self.tile_n, self.tile_m
+        last = cutlass.max(num_tiles - 1, 0)
         blocks = [find(tile * rows, rows, columns, sequence) for tile in (Int32(0), last)]
-        work = cutlass.max(*(one.end - one.begin for one in blocks)) >> shift
+        work = cutlass.max(*(one.end - one.begin for one in blocks)) >> call.shift
         return AMOUNTS - 1 - cutlass.min(work, AMOUNTS - 1)
 
 
@@ -474,14 +487,17 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
 
 
 @cute.jit
-def place_of_tile(count: Int32, owner: Int32, left: Int32, num_lanes: Int32) -> Int32:
-    """The place of lane `owner`'s tile among all lanes' `count` tiles.
-    `left` tiles of the lane follow it. Those that most tiles follow come first."""
+def place_of_tile(
+    count: Int32, owner: Int32, before: Int32, parts: Int32, num_lanes: Int32
+) -> Int32:
+    """The place of a tile of lane `owner`, with so many parts, among the parts of all lanes, which
+    have `count` each. `before` parts of the lane follow it. Tiles that most follow come first."""
     place = Int32(0)
     for first in cutlass.range(0, num_lanes, AT_ONCE):
         for i in cutlass.range_constexpr(AT_ONCE):
-            other = cute.arch.shuffle_sync(count, first + i) - left
-            place += cutlass.max(other - 1, 0) + Int32(other > 0 and first + i < owner)
+            other = cute.arch.shuffle_sync(count, first + i) - before
+            place += cutlass.max(other - parts, 0)
+            place += parts if other > 0 and first + i < owner else Int32(0)
     return place
 
 

@@ -22,6 +22,7 @@ from fa3.planning.explanation import NOT_PREDICTED, counted, quantity
 from fa3.planning.key_split import (
     TILES_OF_WAVE,
     KeyShares,
+    KeyTileWork,
     Waves,
     choose_shares,
     may_have_parts,
@@ -209,10 +210,8 @@ def launch_of_pass(
 ) -> Launch:
     """Return the launch of all kernels; `named` are other fields of `PassArguments`."""
     named |= {"window_left": window.left, "window_right": window.right}
-    named |= layout._asdict()
+    named |= layout._asdict() | shares._asdict()
     del named["end"]
-    if kernels.splits:
-        named |= shares._asdict()
     if kernels.is_packed:
         lengths = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
         named |= {name: FromCall(name) for name in lengths}
@@ -247,9 +246,10 @@ class BackwardPlan(PlanBase):
         if not may_split(whole.num_key_tiles, num_sms):
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-        blocks = blocks_of_key_tiles(problem.spec, whole.config, sequence, is_ordered)
-        sizes = blocks, heads, problem.qhead_per_kvhead, num_sms
-        return replace(whole, shares=choose_shares(*sizes, not whole.is_long, whole.waves))
+        tiles = key_tiles_of(problem.spec, whole.config, sequence, is_ordered)
+        sizes = tiles, heads, problem.qhead_per_kvhead, num_sms
+        shares = choose_shares(*sizes, is_ordered, not whole.is_long, whole.waves)
+        return replace(whole, shares=shares)
 
     @property
     def kernels(self) -> BackwardKernels:
@@ -266,8 +266,8 @@ class BackwardPlan(PlanBase):
     @property
     def layout(self) -> BufferLayout:
         """The buffer that the kernels share."""
-        num_parts = self.num_parts if self.shares.parts > 1 else 0
-        return self.kernels.layout(self.num_query_tiles, num_parts, self.num_head_groups)
+        slots = self.num_key_tiles * self.shares.parts if self.shares.parts > 1 else 0
+        return self.kernels.layout(self.num_query_tiles, slots, self.num_head_groups)
 
     def launches(self) -> tuple[Launch, ...]:
         """Return one launch, whose entry has both kernels."""
@@ -329,7 +329,7 @@ class BackwardPlan(PlanBase):
     @property
     def num_parts(self) -> int:
         """Parts of all key tiles."""
-        return self.num_key_tiles * self.shares.parts
+        return self.heads * sum(map(self.shares.parts_of_set, range(self.key_tiles_of_head)))
 
     @property
     def groups_preprocessed(self) -> int:
@@ -417,28 +417,27 @@ class BackwardPlan(PlanBase):
     @property
     def query_heads_of_group(self) -> int:
         """Query heads of a head group."""
-        heads = self.heads_per_group // self.shares.block_parts * self.query_heads_of_cta
+        heads = self.heads_per_group * self.query_heads_of_cta
         return min(heads, self.problem.num_heads_q * self.problem.batch)
 
     @property
     def num_head_groups(self) -> int:
-        return -(-self.heads * self.shares.block_parts // self.heads_per_group)
+        return -(-self.heads // self.heads_per_group)
 
     @property
     def heads(self) -> int:
-        """Key/value heads of all sequences; parts with other query heads count as heads."""
+        """Key/value heads of all sequences; sets of their query heads count as heads."""
         return self.problem.num_heads_kv * self.problem.batch * self.shares.head_parts
 
     @property
     def heads_per_group(self) -> int:
         """Heads with Q, dO and dQ that fit into L2 together, and key tiles that run together.
-        So a head's tiles add to dQ at the same time. Parts of key tiles count as heads. A few heads
-        more or less make groups about equal, so that the last one is not small."""
+        So a head's tiles add to dQ at the same time. Sets of query heads count as heads. A few
+        heads more or less make groups about equal, so that the last one is not small."""
         problem, waves = self.problem, self.waves
         tiles = self.key_tiles_of_head * self.shares.block_parts
         if waves is not None and self.alternates:
-            return waves.heads_per_group(self.heads, tiles) * self.shares.block_parts
-        # Parts of query blocks of the same heads are in one head group.
+            return waves.heads_per_group(self.heads, tiles)
         if self.is_small:
             wanted = self.heads // (2 if self.is_halved else 1)
         elif problem.window.right == NO_BOUND:
@@ -448,7 +447,7 @@ class BackwardPlan(PlanBase):
             least = HEADS_PER_GROUP if has_many else MORE_HEADS_PER_GROUP
             wanted = max(TILES_PER_GROUP // tiles, min(least, MOST_TILES_PER_GROUP // tiles))
         groups = max(1, round(self.heads / max(1, min(self.heads_in_l2, wanted))))
-        return -(-self.heads // groups) * self.shares.block_parts
+        return -(-self.heads // groups)
 
 
 def numbers_of_key_parts(num_parts: int, spec: AttentionSpec, config: BackwardConfig) -> int:
@@ -456,15 +455,16 @@ def numbers_of_key_parts(num_parts: int, spec: AttentionSpec, config: BackwardCo
     return num_parts * config.tile_n * (padded(spec.head_dim) + padded(spec.head_dim_v))
 
 
-def blocks_of_key_tiles(
+def key_tiles_of(
     spec: AttentionSpec, config: BackwardConfig, sequence: Sequence, is_ordered: bool
-) -> tuple[int, ...]:
-    """Query blocks of a head that see each key tile, in the order in which CTAs take the tiles."""
+) -> tuple[KeyTileWork, ...]:
+    """The key tiles of a head, in the order in which CTAs take them."""
     tile_m, tile_n, band = config.tile_m, config.tile_n, spec.mask.band
     begins = range(0, sequence.seqlen_k, tile_n)
     visited = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
-    counts = tuple(max(0, blocks.end - blocks.begin) for blocks in visited)
-    return counts[::-1] if is_ordered else counts
+    counts = [max(0, blocks.end - blocks.begin) for blocks in visited]
+    tiles = tuple(map(KeyTileWork, counts, reversed(range(len(counts)))))
+    return tiles[::-1] if is_ordered else tiles
 
 
 def words_of_counters(groups: int) -> int:
@@ -521,9 +521,9 @@ def launch_of_packed(
     tiles_of_head = total_k // config.tile_n * shares.block_parts
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
     is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
-    capacity = capacity_of_table(total_k, num_sequences, config.tile_n)
+    capacity = capacity_of_table(total_k, num_sequences, config.tile_n) * shares.block_parts
+    most_ctas = max(capacity * heads, convert_ctas(tiles))
     num_parts = rows.heads_kv * shares.parts
-    most_ctas = max(capacity * num_parts, convert_ctas(tiles))
     num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
     if shares.parts == 1:
         num_parts = 0
@@ -534,7 +534,7 @@ def launch_of_packed(
         shares,
         window,
         num_clusters=min(most_ctas, num_sms),
-        heads_per_group=heads // groups * shares.block_parts,
+        heads_per_group=heads // groups,
         groups_preprocessed=1 if is_fused else groups,
         dq_is_zeroed=True,  # dQ of packed sequences always starts with zeros
         capacity=capacity,
@@ -583,13 +583,13 @@ def shares_of_lengths(
     num_sms: int,
 ) -> KeyShares:
     """How CTAs share the key tiles of packed sequences, those with most blocks first."""
-    config, blocks = choose_backward_config(spec), list[int]()
+    config, tiles = choose_backward_config(spec), list[KeyTileWork]()
     for one, count in zip(sequences, counts, strict=True):
-        blocks += count * blocks_of_key_tiles(spec, config, one, is_ordered)
+        tiles += count * key_tiles_of(spec, config, one, is_ordered)
     if not is_ordered:
-        blocks.sort(reverse=True)
+        tiles.sort(reverse=True)
     waits = is_ordered or sequences[0].seqlen_k <= most_keys_unzeroed(sequences[0].window)
-    return choose_shares(tuple(blocks), heads_kv, group, num_sms, waits)
+    return choose_shares(tuple(tiles), heads_kv, group, num_sms, is_ordered, waits)
 
 
 def rounded_length(length: int) -> int:

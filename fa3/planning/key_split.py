@@ -1,8 +1,8 @@
 """How many CTAs of the backward kernel share a key tile, so that all SMs have work.
 
 A CTA has a key tile and all query heads that share its keys. With few key/value heads these are too
-few CTAs, and with a causal mask they differ in length. Then CTAs share a key tile: each has some of
-the query heads, or some of the query blocks of one head (`fa3.primitives.gradient_parts`).
+few CTAs, and with a causal mask they differ in length. Then CTAs share a key tile: each has a
+stretch of the query blocks of the heads (`fa3.primitives.gradient_parts`).
 """
 
 import functools
@@ -10,6 +10,7 @@ import heapq
 import math
 from typing import NamedTuple
 
+from fa3.primitives.gradient_parts import RISE, parts_of_tile
 from fa3.problem import REMEMBERED
 
 STEPS_OF_TILE = 4.0
@@ -27,7 +28,12 @@ MOST_PARTS_OF_SM = 16
 """Parts of key tiles for each SM, at most: with more of them there is nothing to balance. They take
 277 MB of an H200 at head size 128."""
 
-BLOCK_PARTS = (1, 2, 3, 4, 6, 8)  # parts of the query blocks of one head
+BLOCK_PARTS = (2, 3, 4, 6, 8)  # parts of the query blocks of one head
+
+MOST_WAVES_OF_BLOCKS = 2
+"""Waves of such parts, at most, where key tiles do not wait. Of 3/3 heads at 4k two waves take 0.87
+of the time of one; without a mask three waves take 1.11 times as long (docs/experiments.md)."""
+
 MOST_OF_TIME = 0.98  # A split must take less than this part of the time without, by the model
 
 TILES_OF_WAVE = 140
@@ -44,14 +50,27 @@ heads. An odd number of groups costs 1, and so do groups with e times as many ti
 
 
 class KeyShares(NamedTuple):
-    """How a key tile is shared: by `head_parts` times `block_parts` CTAs."""
+    """How a key tile is shared: by `head_parts` times `block_parts` CTAs, or fewer."""
 
     head_parts: int = 1
     block_parts: int = 1
+    rise: int = RISE * BLOCK_PARTS[-1]  # see `KeySplit`; all tiles have equally many parts
 
     @property
     def parts(self) -> int:
+        """Most parts of a key tile."""
         return self.head_parts * self.block_parts
+
+    def parts_of_set(self, after: int) -> int:
+        """Parts of a set of query heads for a key tile that `after` others follow."""
+        return parts_of_tile(self.block_parts, self.rise, after)
+
+
+class KeyTileWork(NamedTuple):
+    """A key tile of one query head."""
+
+    blocks: int  # query blocks that see it
+    after: int  # key tiles of its sequence that follow it
 
 
 class Waves(NamedTuple):
@@ -82,41 +101,55 @@ def may_have_parts(num_parts: int, num_sms: int) -> bool:
     return num_parts <= MOST_PARTS_OF_SM * num_sms
 
 
-def ways_to_share(group: int, waits: bool, most_at_once: float) -> list[KeyShares]:
-    """All ways to share a key tile of `group` query heads: equally many heads for each CTA.
-    If key tiles wait for one another, a head's query blocks are only divided if all CTAs run at the
-    same time, with at most `most_at_once` parts of a key tile."""
-    by_heads = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
-    by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
-    return by_heads + [x for x in by_blocks if not waits or x.parts <= most_at_once]
+def ways_to_share(
+    tiles: tuple[KeyTileWork, ...], group: int, most_parts: float, is_ordered: bool, waits: bool
+) -> list[KeyShares]:
+    """Ways to share key tiles of `group` query heads: equally many heads for each CTA, or some of
+    the query blocks where all CTAs run at the same time, with at most `most_parts` of a head."""
+    ways = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
+    waves = 1 if waits else MOST_WAVES_OF_BLOCKS
+    by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS]
+    ways += [x for x in by_blocks if x.parts * len(tiles) <= waves * most_parts]
+    if is_ordered or len(tiles) > most_parts:
+        return ways
+    longest = max(tile.blocks for tile in tiles)
+    # From so many key tiles on there is no more work.
+    count = 1 + min(tile.after for tile in tiles if tile.blocks == longest)
+    work = group * sum(tile.blocks for tile in tiles)
+    least = max(int(work / most_parts), longest // BLOCK_PARTS[-1], 1)
+    for size in range(least, group * longest):
+        way = KeyShares(1, -(-group * longest // size), RISE * group * longest // (count * size))
+        if sum(way.parts_of_set(tile.after) for tile in tiles) <= most_parts:
+            return [*ways, way]
+    return ways
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def choose_shares(
-    # Query blocks of one head that see each key tile, in the order of the tiles.
-    blocks: tuple[int, ...],
+    tiles: tuple[KeyTileWork, ...],  # of one head, in their order
     heads: int,  # key/value heads, of all sequences
     group: int,  # query heads that share a key/value head
     num_sms: int,
+    is_ordered: bool,
     waits: bool,  # whether key tiles wait for one another: for their turn, or for a first store
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by the time until the last CTA ends."""
-    num_tiles = len(blocks) * heads
+    num_tiles = len(tiles) * heads
 
     def cost(shares: KeyShares) -> float:
         drifts = waves is not None and group > shares.parts * MOST_QUERY_HEADS
         factor = COST_OF_QUERY_HEADS if drifts else 1.0
-        return factor * time_of(blocks, heads, group, num_sms, shares, waves)
+        return factor * time_of(tiles, heads, group, num_sms, shares, waves)
 
-    whole, *ways = ways_to_share(group, waits, num_sms / num_tiles)
+    whole, *ways = ways_to_share(tiles, group, num_sms / heads, is_ordered, waits)
     costs = {x: cost(x) for x in ways if may_have_parts(num_tiles * x.parts, num_sms)}
     costs[whole] = MOST_OF_TIME * cost(whole)
     return min(costs, key=costs.__getitem__)
 
 
 def time_of(
-    blocks: tuple[int, ...],
+    tiles: tuple[KeyTileWork, ...],
     heads: int,
     group: int,
     num_sms: int,
@@ -127,18 +160,18 @@ def time_of(
     # With waves nearly all choices have parts, so that their cost would decide nothing.
     costs = shares.block_parts > 1 or (shares.parts > 1 and waves is None)
     besides = STEPS_OF_TILE + (STEPS_OF_PART if costs else 0.0)
-    share = group / shares.parts
-    times = [besides + count * share for count in blocks]
-    heads *= shares.parts
-    per_group = heads
+    counts = [shares.parts_of_set(tile.after) for tile in tiles]
+    work = [tile.blocks * group / shares.head_parts for tile in tiles]
+    times = [(besides + n / count, count) for n, count in zip(work, counts, strict=True)]
+    sets = heads * shares.head_parts
+    per_group = sets
     if waves is not None:
-        tiles = len(blocks) * shares.block_parts
-        per_group = waves.heads_per_group(heads // shares.block_parts, tiles) * shares.block_parts
+        per_group = waves.heads_per_group(sets, len(tiles) * shares.block_parts)
     free = [0.0] * num_sms
-    for first in range(0, heads, per_group):
-        for time in times:
-            for _ in range(min(per_group, heads - first)):
+    for first in range(0, sets, per_group):
+        for time, count in times:
+            for _ in range(min(per_group, sets - first) * count):
                 heapq.heapreplace(free, free[0] + time)
         if waves is not None:
             times.reverse()
-    return max(free) + SHARE_OF_LONGEST * max(times)
+    return max(free) + SHARE_OF_LONGEST * max(times)[0]

@@ -29,7 +29,7 @@ from fa3.kernels.segment_table import (
     SegmentTable,
     SegmentTableArguments,
 )
-from fa3.kernels.tile_table import TileTable, TileTableArguments, capacity_of_table
+from fa3.kernels.tile_table import OF_KEYS, TileTable, TileTableArguments, capacity_of_table
 from fa3.planning.costs import Gpu, has_mask
 from fa3.planning.decode import DecodePlan
 from fa3.planning.launch import FromCall, Launch, launch_of_forward
@@ -232,7 +232,7 @@ class Signature:
         )  # fmt: skip
         named = {
             "window_left": window.left, "window_right": window.right, "num_ctas": self.gpu.num_sms,
-            "is_by_work": None,
+            **dict.fromkeys(OF_KEYS),
         }  # fmt: skip
         table = Launch.of(kernel, TileTableArguments, **named)
         values: dict[str, Any] = {"schedule_state": FromCall("table")}

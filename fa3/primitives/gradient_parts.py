@@ -1,7 +1,7 @@
 """Key tiles that several CTAs share in the backward kernel, and their sums.
 
 With few key/value heads there are fewer key tiles than SMs. Then several CTAs take the same key
-tile, each with some of its query heads, and of a head with some of its query blocks (`KeySplit`).
+tile, each with a stretch of the query blocks of its query heads (`KeySplit`).
 Each has a part of dK and dV, and `GradientParts` adds the parts up in a binary tree:
 
     parts         0   1   2   3   4          A warp that finishes a node of the tree looks at the
@@ -29,6 +29,11 @@ from fa3.primitives.query_tiles import PAIR, PackedQueryTiles, QueryTiles
 from fa3.primitives.vectors import QUAD, vector_of
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
 
+HEAD = 1 << 12
+"""Units of a query head's blocks, in which the ends of parts are counted."""
+
+RISE = 1 << 10  # `KeySplit.rise` is counted in parts of a part
+
 
 class KeyWork(NamedTuple):
     """What a CTA does of a key tile."""
@@ -37,45 +42,79 @@ class KeyWork(NamedTuple):
     n_block: Int32
     head_kv: Int32
     batch: Int32
-    # first_head, num_heads: its query heads.
+    # first_head, num_heads: its query heads; of the first and of the last one perhaps only some
+    # blocks.
     first_head: Int32
     num_heads: Int32
-    part: Int32  # which part of the key tile; 0 without a split
+    # part, parts: which part of the key tile, and how many it has; 0 and 1 without a split.
+    part: Int32 = 0
+    parts: Int32 = 1
+    # begin, end: its stretch of blocks, in parts of `HEAD` of a head, from the first head on.
+    begin: Int32 = 0
+    end: Int32 = 0
 
 
 class KeySplit(NamedTuple):
-    """How CTAs share a key tile."""
+    """How CTAs share a key tile. Its query heads are in equal sets. The blocks of a set's heads,
+    one head after another, are divided into equal parts: into `block_parts` at most, and into fewer
+    where few key tiles of the sequence follow, as they have less work under a causal mask."""
 
-    parts: Divisor  # CTAs of a key tile
-    block_parts: Divisor  # CTAs that share the query blocks of the same heads
-    num_heads: Int32  # query heads of a CTA
+    sets: Divisor  # sets of a key/value head
+    block_parts: Int32  # most parts of a set
+    rise: Int32  # parts of a set for each key tile from this one to the last one, times `RISE`
+    num_heads: Int32  # query heads of a set
 
-    @classmethod
-    def of(cls, head_parts, block_parts, qhead_per_kvhead) -> "KeySplit":
-        """The split into `head_parts`, a divisor of the query heads, times `block_parts`."""
-        parts = Divisor.of(head_parts * block_parts)
-        return cls(parts, Divisor.of(block_parts), qhead_per_kvhead // head_parts)
+    def work(self, n_block, number, batch, part: tuple, qhead_per_kvhead) -> KeyWork:
+        """The work of a part of the set with a number: which one it is, and how many there are."""
+        (share, parts), head_kv = part, self.sets.quotient(number)
+        of_head, blocks = number - head_kv * self.sets.value, self.num_heads * HEAD
+        width = (blocks + parts - 1) // parts
+        begin, end = (smaller(width * n, blocks) for n in (share, share + 1))
+        first, num_heads = begin // HEAD, (end + HEAD - 1) // HEAD - begin // HEAD
+        first_head = head_kv * qhead_per_kvhead + of_head * self.num_heads + first
+        part = of_head * parts + share
+        ends = begin - first * HEAD, end - first * HEAD
+        heads = first_head, num_heads
+        return KeyWork(n_block, head_kv, batch, *heads, part, self.sets.value * parts, *ends)
 
-    def work(self, n_block, head, batch, qhead_per_kvhead) -> KeyWork:
-        """The work with number `head` among all parts of all key/value heads."""
-        head_kv = self.parts.quotient(head)
-        part = head - head_kv * self.parts.value
-        first_head = head_kv * qhead_per_kvhead + self.block_parts.quotient(part) * self.num_heads
-        return KeyWork(n_block, head_kv, batch, first_head, self.num_heads, part)
 
-    def blocks(self, blocks, part):
-        """A part's query blocks, `fa3.scores.masks.Blocks`; there may be none."""
-        share = part - self.block_parts.quotient(part) * self.block_parts.value
-        begin, count = blocks.begin, blocks.end - blocks.begin
-        first = begin + self.block_parts.quotient(count * share)
-        end = begin + self.block_parts.quotient(count * (share + 1))
-        return blocks.walked(first, end)
+def parts_of_tile(block_parts, rise, after):
+    """Parts of a set of query heads for a key tile that `after` others follow: see `KeySplit`."""
+    return smaller(block_parts, (rise * (after + 1) + RISE - 1) // RISE)
 
-    def blocks_in_order(self, blocks, part, num_blocks):
-        """A part's query blocks in a fixed order: all key tiles divide the same `num_blocks`."""
-        whole = self.blocks(blocks._replace(begin=0, end=num_blocks), part)
-        first = smaller(larger(whole.begin, blocks.begin), blocks.end)
-        return blocks.walked(first, smaller(larger(whole.end, blocks.begin), blocks.end))
+
+@cute.jit
+def parts_of_last(block_parts, rise, count) -> Int32:
+    """Parts of a set of query heads for the last `count` key tiles of a sequence."""
+    parts, after, rising = Int32(0), Int32(0), parts_of_tile(block_parts, rise, 0)
+    while after < count and rising < block_parts:
+        parts += rising
+        after += 1
+        rising = parts_of_tile(block_parts, rise, after)
+    return parts + (count - after) * block_parts
+
+
+@cute.jit
+def find_part(block_parts, rise, left) -> tuple[Int32, Int32, Int32]:
+    """The key tile of the part that `left` parts of its sequence follow.
+    Returns how many tiles follow that tile, how many parts these have, and its own."""
+    after, before = 0 * left, 0 * left
+    parts = parts_of_tile(block_parts, rise, after)
+    while parts < block_parts and before + parts <= left:
+        before += parts
+        after += 1
+        parts = parts_of_tile(block_parts, rise, after)
+    # All tiles before that one have `block_parts`.
+    more = (left - before) // parts
+    return after + more, before + more * parts, parts
+
+
+def blocks_of_head(work: KeyWork, h, blocks, first, count):
+    """A part's query blocks of its head `h`, `fa3.scores.masks.Blocks`; there may be none.
+    What parts divide are the `count` blocks from `first` on."""
+    ends = (smaller(larger(end - h * HEAD, 0), HEAD) for end in (work.begin, work.end))
+    cuts = (first + count * end // HEAD for end in ends)
+    return blocks.walked(*(smaller(larger(cut, blocks.begin), blocks.end) for cut in cuts))
 
 
 class SharedKeyTiles(NamedTuple):
@@ -114,8 +153,9 @@ class GradientParts:
     @cute.jit
     def finish(self, accs: tuple, work: KeyWork, tiles, rows: KeyRows):
         """Add this warp's rows of dK and dV to the other parts; the last warp writes them."""
-        parts, part, lane = self.tensors.split.parts.value, work.part, cute.arch.lane_idx()
-        first_slot = Int32(tiles.number((work.n_block, work.head_kv, work.batch))) * parts
+        parts, part, lane = work.parts, work.part, cute.arch.lane_idx()
+        number = Int32(tiles.number((work.n_block, work.head_kv, work.batch)))
+        first_slot = number * (self.tensors.split.sets.value * self.tensors.split.block_parts)
         # A node is a range of parts: [first, first + span), or less where the parts end.
         first, span, is_last = part, Int32(1), Boolean(True)
         while is_last and span < parts:
