@@ -237,6 +237,17 @@ def test_parts_divide_key_tiles_at_the_same_blocks_in_a_fixed_order(block_parts,
                 assert parts.setdefault(block, part) == part
 
 
+@pytest.mark.parametrize("window", [CAUSAL, FULL, Window(200, 30), Window(left=100)], ids=str)
+def test_no_key_tile_has_more_parts_than_there_is_room_for(window):
+    """Also where the first key tile has less work than others, or where there are many."""
+    lengths = (777, 1500), (1500, 700), (1024, 1024), (300, 4000), (1, 200), (135_000, 135_000)
+    for (seqlen_q, seqlen_k), heads in itertools.product(lengths, ((1, 1), (1, 3), (2, 8))):
+        plan = BackwardPlan.of(make_problem(1, seqlen_q, seqlen_k, *heads, 128, window))
+        parts = [plan.shares.parts_of_set(after) for after in range(plan.key_tiles_of_head)]
+        assert parts == sorted(parts) and min(parts) >= 1 and max(parts) <= plan.shares.block_parts
+        assert len(set(parts)) == 1 or plan.num_parts <= plan.gpu.num_sms
+
+
 @given(parts=st.integers(1, 20), order=st.randoms(use_true_random=False))
 def test_the_last_part_adds_up_all(parts, order):
     """The tree of `GradientParts`, for parts that come in any order."""
