@@ -295,7 +295,8 @@ class BackwardPlan(PlanBase):
 
     def sentences(self) -> dict[str, str]:
         config, shares = self.config, self.shares
-        parts = f", each shared by {shares.parts} CTAs" * (shares.parts > 1)
+        up_to = "up to " * (self.num_parts < self.num_key_tiles * shares.parts)
+        parts = f", each shared by {up_to}{shares.parts} CTAs" * (shares.parts > 1)
         sums = "parts of dK and dV, " * (shares.parts > 1)
         groups = counted(self.num_head_groups, "head group")
         one_by_one = " one after another" * (self.num_head_groups > 1)
