@@ -13,7 +13,6 @@ share tiles. The walker merges the parts of a tile in the order of its keys, as 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def steps(
     # Where the rows of the problem's sequences are, if they are no dense batch.
     sequences: Sequence[SequenceRows] | None = None,
 ) -> Iterator[Step]:
-    """Yield a plan's work in rounds: the first tile of every cluster, then the second, and on."""
+    """Yield a plan's work, cluster by cluster."""
     problem, schedule, config = plan.problem, plan.schedule, plan.config
     if sequences is None:
         sequences = SequenceRows.dense(problem.batch, problem.seqlen_q, problem.seqlen_k)
@@ -53,10 +52,8 @@ def steps(
         _, mask, _ = bind(problem.spec, map(HostTensor, tensors))
     function = mask.function if isinstance(mask, Intersection) else mask
     num_rows = config.cluster_m * config.tile_m
-    walks = [walk(schedule, cluster) for cluster in range(schedule.num_clusters)]
-    for cluster, segment in (x for one_each in zip_longest(*walks) for x in enumerate(one_each)):
-        if segment is None:
-            continue
+    clusters = range(schedule.num_clusters)
+    for cluster, segment in ((c, one) for c in clusters for one in walk(schedule, c)):
         place = sequences[segment.tile.batch]
         sequence, blocks = place.sequence(problem.window), NO_BLOCKS
         begin, head = segment.tile.m_block * num_rows, segment.tile.head * config.cluster_h

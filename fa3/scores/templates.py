@@ -92,6 +92,5 @@ class Template:
             object.__setattr__(bound, name, value)
         for field in self.tensors:
             # Skips the class's own checks: the user's object has passed them.
-
             object.__setattr__(bound, field.name, next(tensors))
         return bound

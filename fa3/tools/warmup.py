@@ -307,16 +307,10 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
 
 
 def kernels_on_cache(
-    model: Model,
-    window: Window,
-    cache: CacheLayout,
-    num_splits: int = 0,
-    is_packed: bool = False,
-    overlaps_forward: bool = False,
+    model: Model, window: Window, cache: CacheLayout, num_splits: int = 0, **kinds: bool
 ) -> Iterator[Kernel]:
-    """What is launched for calls with these options on a cache, whatever its lengths."""
+    """What is launched for calls on a cache, whatever its lengths; `kinds` are of `DecodePlan`."""
     heads = model.heads_kv, model.heads_q // model.heads_kv
-    kinds = {"is_packed": is_packed, "overlaps_forward": overlaps_forward}
     kinds["has_fp8_q"] = model.is_fp8
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
     for capacity in (1, LONGEST):
