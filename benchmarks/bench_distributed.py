@@ -41,6 +41,8 @@ ALONE = "alone"
 PEERS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-fa3": SDPBackend.FLASH_ATTENTION}
 """Torch's context parallelism on kernels of cuDNN, and of fa3."""
 METHODS = "gather", "ulysses", "ring"
+IN_GRAPH = "-graph"
+"""What the name of a provider ends with, where its calls are replayed from CUDA graphs."""
 CSV_NAME = "distributed.csv"
 TIMEOUT = datetime.timedelta(seconds=180)
 """Until a collective counts as hung; kernels compile in between."""
@@ -184,28 +186,32 @@ def measure(cell: Cell, options: Namespace, device: torch.device, stack: ExitSta
         if options.only and name not in (*options.only, ALONE):
             continue
         try:
-            calls[name] = make()
-            result = calls[name]()
+            call = make()
+            result = call()
             if name == ALONE and cell.kind != "decode":
                 result = layout.shard(result, result.ndim - 3)
             expected = result if expected is None else expected
             errors[name] = (result.float() - expected.float()).abs().max().item()
-            if options.graphs:
-                calls[name] = replay_of(calls[name])
-            most = block_time(calls[name], 2, device)
-            counts[name] = 1 if options.cpu else max(1, min(1000, int(options.block_ms * K / most)))
+            for called in (name, *[name + IN_GRAPH] * options.graphs):
+                calls[called] = call if called == name else replay_of(call)
+                most = block_time(calls[called], 2, device)
+                counts[called] = 1
+                if not options.cpu:
+                    counts[called] = max(1, min(1000, int(options.block_ms * K / most)))
         except Exception as error:
-            calls.pop(name, None)
+            calls = {one: call for one, call in calls.items() if one in counts}
             rows.append(Row(cell.name, name, ranks, None, reason=first_line(error)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(cell.name)
     for _ in range(options.rounds):
         for name in order.sample(list(calls), len(calls)):
             times[name].append(block_time(calls[name], counts[name], device))
-    for name, found in times.items():
-        median, alone = map(statistics.median, (found, times.get(ALONE, [float("nan")])))
+    medians = {name: statistics.median(found) for name, found in times.items() if found}
+    for called, median in medians.items():
+        name = called.removesuffix(IN_GRAPH)
+        alone = medians.get(called.replace(name, ALONE), float("nan"))
         efficiency = None if name == ALONE else alone / (ranks * median)
-        rows.append(Row(cell.name, name, ranks, median, efficiency, errors[name]))
+        rows.append(Row(cell.name, called, ranks, median, efficiency, errors[name]))
     return rows
 
 
@@ -260,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", nargs="+", default=[""], help="only cells with one of these")
     parser.add_argument("--only", nargs="+", help="only these providers, and one GPU")
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on gloo, as a test")
-    parser.add_argument("--graphs", action="store_true", help="replay calls from CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="from CUDA graphs, too")
     parser.add_argument("--out", type=Path, help="results directory")
     options = parser.parse_args(arguments)
     if not options.cpu and torch.cuda.device_count() < options.ranks:

@@ -146,7 +146,13 @@ def in_one_process(device, shape, options, ends):
     return operands, both_passes(fa3.flash_attn_varlen_func, *operands, dict(options) | named)
 
 
-def compare(group, layout, method, shape, options, knows_length=False):
+@functools.cache
+def mesh_of_two(device):
+    """Return a mesh of 2 x 2 ranks."""
+    return DeviceMesh(device, torch.arange(4).view(2, 2), mesh_dim_names=("keys", "heads"))
+
+
+def compare(group, layout, method, shape, options, knows_length=False, in_mesh=False):
     """Return the largest difference from one process of each result, over its largest value."""
     ends = layout.cu_seqlens
     operands, results = in_one_process(device_of(group), shape, tuple(options.items()), ends)
@@ -156,7 +162,8 @@ def compare(group, layout, method, shape, options, knows_length=False):
         expected[i] = layout.shard(x, dim + at, group)
     *split, sinks = operands
     split = [layout.shard(x, dim + at, group) for x, at in zip(split, (0, 0, 0, 0, 1), strict=True)]
-    named = {"layout": layout, "method": method, "group": group}
+    over = mesh_of_two(device_of(group).type) if in_mesh else group
+    named = {"layout": layout, "method": method, "group": over}
     if knows_length:
         named["seqlen"] = shape[1]
     results = list(both_passes(over_ranks, *split, sinks, options | named))
@@ -180,6 +187,24 @@ def test_both_passes_are_as_in_one_process(ranks, size, layout, method, name):
 def test_documents_are_as_in_one_process(ranks, size, layout, method, name):
     options = PACKED_OPTIONS[name]
     for errors in ranks.run(size, compare, layout, method, (1, 41, 2), options, size == 2):
+        assert max(errors) < 0.02, errors
+
+
+IN_MESH = [
+    (zigzag, "gather", "causal"),
+    (zigzag, "ring", "causal"),
+    (contiguous, "gather", "window"),
+    (contiguous, "ring", "sinks"),
+    (LENGTHS, "gather", "short"),
+]
+
+
+@ON_CPU
+@pytest.mark.parametrize("layout, method, name", IN_MESH)
+def test_two_methods_in_a_mesh(ranks, layout, method, name):
+    """One key/value head, so that ranks have copies of it."""
+    options = PACKED_OPTIONS[name]
+    for errors in ranks.run(4, compare, layout, method, (1, 41, 1), options, True, True):
         assert max(errors) < 0.02, errors
 
 
@@ -326,9 +351,9 @@ WRONG = {
         {"alibi_slopes": (3,)}, "", "NotImplementedError: rank 1: alibi_slopes is not supp"
     ),
     "slopes of 5 heads": (
-        {"alibi_slopes": (5,)}, "", "ValueError: rank 1: alibi_slopes must have shape (3,) or"
+        {"alibi_slopes": (5,)}, "", "ValueError: rank 1: alibi_slopes must have shape (3,) to go"
     ),
-    "sinks": ({"sinks": torch.ones(2)}, "", "ValueError: rank 1: sinks must have shape (3,), one"),
+    "sinks": ({"sinks": torch.ones(2)}, "", "ValueError: rank 1: sinks must have shape (3,) to go"),
     "dtype": ({"v": torch.ones(1, 3, 3, 16).half()}, "", "TypeError: rank 1: v must be torch.bfl"),
     "scale": ({"softmax_scale": [1.0]}, "", "TypeError: rank 1: softmax_scale must be a float, "),
     "lse": ({"return_lse": 3}, "", "TypeError: rank 1: return_lse must be a bool, got 3"),
@@ -714,18 +739,18 @@ def test_plans_need_heads_that_divide():
 
 
 class SharedMemory:
-    """Inboxes of ranks that are processes on the CPU, whose copies are made at once."""
+    """Memory of ranks that are processes on the CPU, whose copies are made at once."""
 
     def __init__(self, patch, folder):
-        self.folder, self.inboxes = folder, {}
-        for name in ("Event", "Stream", "stream", "current_stream"):
+        self.folder, self.memories = folder, {}
+        for name in ("Event", "Stream", "set_stream", "current_stream"):
             patch.setattr(torch.cuda, name, lambda *_: MagicMock())
-        patch.setattr(transfer.Inbox, "of", self.inbox)
+        patch.setattr(transfer.SharedMemory, "of", self.memory)
         patch.setattr(transfer, "shares_memory", lambda *_: True)
 
-    def inbox(self, group, number, size):
+    def memory(self, group, number, size):
         """Return what stays of a group, a number and a size, in files that ranks share."""
-        if (group, number, size) not in self.inboxes:
+        if (group, number, size) not in self.memories:
             names = [
                 f"{self.folder}/{group.size()}-{number}-{size}-{i}" for i in range(group.size())
             ]
@@ -742,10 +767,10 @@ class SharedMemory:
             handle = SimpleNamespace(
                 get_buffer=get_buffer, barrier=lambda *_: torch.distributed.barrier(group)
             )
-            self.inboxes[group, number, size] = transfer.Inbox(
+            self.memories[group, number, size] = transfer.SharedMemory(
                 boxes[group.rank()], handle, 0, MagicMock()
             )
-        return self.inboxes[group, number, size]
+        return self.memories[group, number, size]
 
 
 def call_by_copies(group, folder, method):
@@ -789,6 +814,23 @@ def compare_by_copies(group, folder, *arguments):
         errors = [max(compare(group, *arguments)) for _ in range(3)]
         attention.prepare.cache_clear()
     return errors
+
+
+def compare_by_messages(group, method):
+    """Return what `compare` does, with messages where ranks could share memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "shares_memory", lambda *_: False)
+        attention.prepare.cache_clear()
+        errors = compare(group, zigzag, method, (2, 41, 2), {"causal": True})
+        attention.prepare.cache_clear()
+    return errors
+
+
+@ON_GPUS
+@pytest.mark.parametrize("method", METHODS)
+def test_messages_bring_what_copies_bring(ranks, method):
+    for errors in ranks.run(2, compare_by_messages, method):
+        assert max(errors) < 0.02, errors
 
 
 COPIED = [

@@ -60,12 +60,14 @@ class PreparedBackward(NamedTuple):
         tensors: tuple[torch.Tensor, ...],  # of the spec's scores, mask and sinks
         dropout: Dropout | None,
         wants_sinks: bool,
+        dq: torch.Tensor | None = None,  # where dQ is written; its rows may lie as TMA takes them
     ) -> Gradients:
         """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, d_out, d_lse = operands
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(self.layout.end)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if dq is None:
+            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dtype = self.dkv_dtype
         dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
@@ -157,6 +159,7 @@ class BackwardCall(NamedTuple):
         tensors: tuple[torch.Tensor, ...],  # of the spec's scores, mask and sinks, in this order
         wanted: Wanted,  # the gradients that are used; on a GPU q, k and v have theirs together
         dropout: Dropout | None,  # of the forward pass, where the spec has it
+        dq: torch.Tensor | None = None,  # where kernels write dQ, see `PreparedBackward.launch`
     ) -> Gradients:
         """Compute the gradients.
 
@@ -175,7 +178,7 @@ class BackwardCall(NamedTuple):
         if q.is_cuda:
             prepared = self.prepared(operands, packed, wanted)
             return prepared.launch(
-                operands, packed, self.softmax_scale, tensors, dropout, wanted.sinks
+                operands, packed, self.softmax_scale, tensors, dropout, wanted.sinks, dq
             )
         spec, window = self.problem if packed else (self.problem.spec, self.problem.window)
         operands = operands._replace(

@@ -87,14 +87,20 @@ class KeyPart:
         self.gradients = BackwardCall(call.problem, longest, scale, self.deterministic, num_sms)
         self.attention = call
 
-    def backward(self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True) -> FourGradients:
-        """Return the gradients by `BackwardOperands`; the log-sum-exp may be of more keys."""
+    def backward(
+        self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True, dq: Tensor | None = None
+    ) -> FourGradients:
+        """Return the gradients by `BackwardOperands`, with dq where it is given. The log-sum-exp
+        may be of more keys."""
         (slopes, sinks), (ends_q, ends_k, _) = modifiers, self.lengths or (None, None, None)
         operands = BackwardOperands(*self.without_batch(tensors))
         wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
         read, lengths = modifier_tensors(slopes, (), sinks) or (), (ends_q, ends_k, None, None)
         grads: Any
-        *grads, d_sinks = self.gradients.gradients(operands, lengths, read, wanted, None)
+        (target,) = self.without_batch([dq])
+        *grads, d_sinks = self.gradients.gradients(operands, lengths, read, wanted, None, target)
+        if target is not None and grads[0] is not target:  # no kernel has run
+            target.copy_(grads[0])
         dq, dk, dv = grads if self.lengths is None else [x[None] for x in grads]
         return dq, dk, dv, d_sinks
 

@@ -26,7 +26,7 @@ from fa3.calls.options import (
 )
 from fa3.complaints import shown
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, group_of
+from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
 from fa3.distributed.hops import Hops, gather, ring
 from fa3.distributed.layouts import Documents, SequenceLayout
 from fa3.distributed.planning import methods_for, plan
@@ -68,10 +68,11 @@ def flash_attn_func(
         q: (batch, rows, heads_q, head_dim), bfloat16 or float16: the rows of this rank.
         k, v: (batch, rows, heads_kv, head_dim or head_dim_v), the same rows.
         layout: which rows those are: `zigzag` or `contiguous`.
-        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+        group: a ProcessGroup, a DeviceMesh, or None for all ranks. In a mesh of two dimensions,
+            ranks of the second one exchange heads, and `method` brings keys along the first one.
         method: "gather", "ring" or "ulysses", which needs heads_q to be a multiple of the group's
             size. Key/value heads are repeated where they are too few. "auto" takes what `plan`
-            says: "gather" or "ulysses".
+            says: "gather" or "ulysses"; in a mesh of two dimensions "gather".
         seqlen: rows of the whole sequence, where the ranks are known to agree. None, or less than
             two for each rank: they tell each other what they were asked for; the host waits.
         alibi_slopes: not with "ring", nor with "gather" if keys after a query's position are seen.
@@ -116,6 +117,8 @@ OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
 MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
 SIGNATURE = inspect.signature(flash_attn_func)
 
+Groups = tuple[dist.ProcessGroup, ...]
+
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def latest_over_ranks(*_: object) -> FastPath[Hops | Ulysses]:
@@ -128,21 +131,21 @@ def attend_over_ranks(
     named: dict[str, Any], is_packed: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the result of a public function of its arguments, by name."""
-    group, seqlen = group_of(named.pop("group")), named.pop("seqlen")
+    groups, seqlen = groups_of(named.pop("group")), named.pop("seqlen")
     if is_packed:
         tensors = {name: named[name] for name in "qkv" if isinstance(named[name], torch.Tensor)}
         named |= {name: x[None] for name, x in tensors.items()}
     q, k, v, slopes, sinks = [named[name] for name in OPERANDS]
     # The first call of NCCL hangs if a rank has nothing to send.
-    compares = seqlen is None or seqlen < 2 * group.size()
+    compares = seqlen is None or seqlen < 2 * groups[0].size()
     latest, method = None, None
     if not compares:
         with contextlib.suppress(TypeError):  # of values that cannot be looked up
             asked = [named[name] for name in named if name not in OPERANDS]
-            latest = latest_over_ranks(group, seqlen, is_packed, torch.is_grad_enabled(), *asked)
+            latest = latest_over_ranks(groups, seqlen, is_packed, torch.is_grad_enabled(), *asked)
             method, _ = latest.find(named)
     if method is None:
-        method = method_of(named, group, seqlen, is_packed, compares)
+        method = method_of(named, groups, seqlen, is_packed, compares)
         if latest is not None:
             latest.remember(named, dict.fromkeys(OPERANDS, 16), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
@@ -158,26 +161,28 @@ def attend_over_ranks(
 
 
 def method_of(
-    named: dict[str, Any], group: dist.ProcessGroup, seqlen: Any, is_packed: bool, compares: bool
+    named: dict[str, Any], groups: Groups, seqlen: Any, is_packed: bool, compares: bool
 ) -> Hops | Ulysses:
-    """Check a call, on all ranks if they compare it; return what computes it."""
+    """Check a call, on all ranks if they compare it; return what computes it.
+    The first group has all ranks; there may be two more, of a mesh."""
     error: Exception | None = None
     try:
-        call = checked(named, group.size(), is_packed)
+        call = checked(named, [group.size() for group in groups], is_packed)
     except Exception as wrong:  # the other ranks may wait for this one
         error = wrong
     if compares:
         asked = {name: without_rows(value) for name, value in named.items()}
         seqlen = agree_on_rows(
-            named["layout"], group, 0 if error else named["q"].shape[1], asked, error
+            named["layout"], groups[0], 0 if error else named["q"].shape[1], asked, error
         )
     elif error is not None:
         raise error
-    return prepare(call, seqlen, group)
+    return prepare(call, seqlen, groups)
 
 
-def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
-    """Check arguments, by name; return what tensors are like, options, layout and method."""
+def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
+    """Check arguments, by name; return what tensors are like, options, layout and method.
+    The sizes are of groups as in `method_of`."""
     layout, method = named["layout"], named["method"]
     if method not in (methods := ("auto", "gather", "ring", "ulysses")):
         raise ValueError(f"method must be one of {methods}, got {shown(method)}")
@@ -217,7 +222,13 @@ def checked(named: dict[str, Any], num_ranks: int, is_packed: bool) -> tuple:
     check_scale(named["softmax_scale"], 1)
     flag("return_lse", named["return_lse"])
     check_call(described, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
-    methods_for(method, num_ranks, q.shape[2], window, slopes is not None, is_packed)
+    rest = q.shape[2], window, slopes is not None, is_packed
+    if len(sizes) > 1:
+        if method == "ulysses":
+            raise ValueError("method must be gather, ring or auto over a mesh of 2 dimensions")
+        method = "gather" if method == "auto" else method
+        methods_for("ulysses", sizes[2], *rest)
+    methods_for(method, sizes[0], *rest)
     return described, asked, layout, method
 
 
@@ -239,23 +250,25 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare(call: tuple, seqlen: int, group: dist.ProcessGroup) -> Hops | Ulysses:
+def prepare(call: tuple, seqlen: int, groups: Groups) -> Hops | Ulysses:
     """Return what computes a call, with all that does not depend on what its tensors hold."""
     described, asked, layout, method = call
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
     *_, heads_kv, columns_v = of_v
-    split, window = layout.split(seqlen, group), asked[0].window
+    split, window = layout.split(seqlen, groups[0]), asked[0].window
     if rows != (wanted := split.rows[split.rank]):
         raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
     if method == "auto":
-        numbers = seqlen, group.size(), heads, heads_kv, columns, columns_v
+        numbers = seqlen, len(split.rows), heads, heads_kv, columns, columns_v
         named = {"window_size": window, "has_slopes": described[3] is not None}
         method = plan(layout, *numbers, **named).method
     ends = layout.cu_seqlens if asked[0].kind == PACKED else ()
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
     of = RankCall(split, KeyPart(*asked), ends, batch, sizes, described[0].dtype, device)
-    makers: dict[str, Callable[[RankCall], Hops | Ulysses]] = {"gather": gather, "ring": ring}
-    return makers.get(method, ulysses)(of)
+    makers: dict[str, Callable[[RankCall], Hops]] = {"gather": gather, "ring": ring}
+    if method == "ulysses" or len(groups) > 1:
+        return ulysses(of, groups[1:], makers.get(method))
+    return makers[method](of)
 
 
 def without_rows(value: object) -> object:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fa3.calls.attention import flash_attn_with_kvcache as attend_alone
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.options import as_pair, check_window, flag
-from fa3.distributed.exchange import Group, group_of
+from fa3.distributed.exchange import Group, groups_of
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # till 2.12
 
@@ -54,7 +54,7 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError, NotImplementedError: as there, or an option counts positions.
     """
-    group = group_of(group)
+    group = groups_of(group)[0]
     window = check_window(as_pair(window_size), flag("causal", causal))
     if window.left >= 0 or window.right > 0 or (window.right == 0 and q.shape[1] != 1):
         raise NotImplementedError(

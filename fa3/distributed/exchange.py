@@ -2,12 +2,10 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,25 +17,27 @@ from fa3.distributed.transfer import RowExchange, Runs, Transfer
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-def group_of(group: Group) -> dist.ProcessGroup:
-    """Return the process group of an argument `group`; None stands for all ranks."""
+def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process group of an argument `group`, where None stands for all ranks. Of a mesh
+    of two dimensions return the groups along both, too."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed must be initialised: call init_process_group first")
+    along: list[dist.ProcessGroup] = []
+    if isinstance(group, DeviceMesh):
+        if group.ndim == 2 and group.mesh_dim_names:
+            along, group = group.get_all_groups(), group._flatten()
+        if group.ndim == 1:
+            group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            "group must be a ProcessGroup that has this rank, a DeviceMesh of 1 dimension or None, "
-            f"got {shown(group)}"
+            "group must be a ProcessGroup that has this rank, a DeviceMesh of 1 dimension, one of "
+            f"2 dimensions with mesh_dim_names, or None, got {shown(group)}"
         )
-    return group
+    return group, *along
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A sequence, split among the ranks of a group.
 
     Attributes:
@@ -48,21 +48,6 @@ class Split:
     group: dist.ProcessGroup
     rank: int
     rows: tuple[int, ...]
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
-        most = max(self.rows)
-        padded = F.pad(x.transpose(0, 1), [0, 0] * (x.ndim - 1) + [0, most - x.shape[1]])
-        parts = [torch.empty_like(padded) for _ in self.rows]
-        dist.all_gather(parts, padded, self.group)
-        by_rank = torch.cat([one[:rows] for one, rows in zip(parts, self.rows, strict=True)])
-        return by_rank[orders(self.chunks, x.device)[1]].transpose(0, 1)
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
-        dist.all_reduce(x := x.float().contiguous(), group=self.group)
-        rows = [x[:, one.start : one.stop] for one in self.chunks[self.rank]]
-        return torch.cat([x[:, :0], *rows], 1)
 
 
 class RankCall(NamedTuple):
@@ -81,12 +66,9 @@ class RankCall(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def transfer(
-        self, exchange: RowExchange, dtype: torch.dtype, number: int, sizes: Any, **named: bool
-    ) -> Transfer:
-        """Return a transfer of tensors with these heads and columns."""
-        group = self.split.group
-        return Transfer(exchange, dtype, number, group, self.batch, sizes, self.device, **named)
+    def transfer(self, exchange: RowExchange, kinds: Any, *options: Any) -> Transfer:
+        """Return a transfer of tensors with these heads, columns and dtypes."""
+        return Transfer(exchange, kinds, self.split.group, self.batch, self.device, *options)
 
 
 @functools.lru_cache(maxsize=64)

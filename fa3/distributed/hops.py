@@ -9,8 +9,8 @@ Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from fa3.distributed.alone import ALL, FourGradients, KeyPart, packed_lengths
 from fa3.distributed.exchange import RankCall, orders
 from fa3.distributed.transfer import (
-    Move,
     RowExchange,
     Runs,
     Transfer,
@@ -39,52 +38,40 @@ class Hop:
     """Keys that come here together, or this rank's own.
 
     Attributes:
-        keys: all of them.
-        kept: how this rank gets its own keys.
         coming, going: bring keys here, and gradients back; None for this rank's own.
-        order: of what comes, in which parts count, and which has a row twice at most; or None.
+        order: of what comes, in which the part counts, and which has a row twice at most; or None.
     """
 
     parts: tuple[KeyPart, ...]
-    keys: slice = field(default_factory=lambda: ALL)
-    kept: Sequence[Move] = ()
     coming: Transfer | None = None
     going: Transfer | None = None
     order: Tensor | None = None
 
-    def start(self, k: Tensor, v: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Begin to get keys and values; return what waits for them."""
-        if self.coming is None:
-            return lambda: (k, v)
-        wait, order = self.coming.start((k, v)), self.order
-        return wait if order is None else lambda: [x.index_select(1, order) for x in wait()]
-
-    def start_back(self, gradients: Terms, terms: Terms, q: Tensor) -> Callable[[], None]:
-        """Begin to bring gradients of keys back. Add gradients of this rank's own rows to terms;
-        return what adds the gradients that come from other ranks."""
-        if (going := self.going) is None:
-            terms += gradients
-            return lambda: None
-        sums = list(gradients.pop()[1]) if [keys for keys, _ in gradients] == [self.keys] else []
-        if not sums:
-            shapes = ((len(q), self.keys.stop, *size) for size in going.sizes)
-            sums = [q.new_zeros(shape, dtype=torch.float32) for shape in shapes]
-        for keys, more in gradients:
-            for one, x in zip(sums, more, strict=True):
-                if self.order is None:
-                    one[:, keys].add_(x)
-                else:
-                    one.index_add_(1, self.order, x)
+    def start_back(self, terms: Terms, like: Tensor) -> Callable[[], Terms]:
+        """Begin to bring gradients of keys back. Return what waits for the gradients of this rank's
+        rows, from here and from other ranks."""
+        if (coming := self.coming) is None or (going := self.going) is None:
+            return lambda: terms
+        total = coming.exchange.totals[going.rank]
+        sums: Sequence[Tensor]
+        if (order := self.order) is not None:
+            ((_, dkv),) = terms
+            zeros = [x.new_zeros(len(x), total, *x.shape[2:]) for x in dkv]
+            sums = [to.index_add_(1, order, x) for to, x in zip(zeros, dkv, strict=True)]
+        else:
+            sums = added_up(terms, like, total, going.kinds)
         wait = going.start(sums)
-        for _, _, rows, places in self.kept:
-            terms.append((rows, [x[:, places] for x in sums]))
 
-        def finish() -> None:
-            arrived = wait()
-            for source, target, _, rows in going.exchange.moves:
-                if target == going.rank:
-                    sent = [x[source] for x in arrived] if going.by_source else arrived
-                    terms.append((rows, [x[:, rows] for x in sent]))
+        def finish() -> Terms:
+            results, arrived, begin = Terms(), wait(), 0
+            for source, target, rows, places in coming.exchange.moves:
+                if source == target == going.rank:
+                    results.append((rows, [x[:, places] for x in sums]))
+                elif source == going.rank:
+                    end = begin + rows.stop - rows.start
+                    results.append((rows, [x[:, begin:end] for x in arrived]))
+                    begin = end
+            return results
 
         return finish
 
@@ -95,36 +82,50 @@ class Hops:
 
     Attributes:
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
+        keeps: whether keys that come are kept for the backward pass; else they come again.
+        dkv_dtype: of dK and dV; None for the dtype of k.
     """
 
     hops: tuple[Hop, ...]
+    keeps: bool = False
+    dkv_dtype: torch.dtype | None = None
 
-    def arrivals(self, k: Tensor, v: Tensor, step: int) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
-        """Yield each hop and its keys and values."""
+    def arrivals(
+        self, k: Tensor, v: Tensor, step: int, kept: Sequence[Tensor] = ()
+    ) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
+        """Yield each hop and its keys and values, which were kept or come now."""
         # Copy engines want rows without gaps.
-        hops, own = self.hops[::step], (k.contiguous(), v.contiguous())
-        waits = [hops[0].start(*own)]
+        hops, own, waits = self.hops[::step], (k.contiguous(), v.contiguous()), list[Callable]()
         for i, hop in enumerate(hops):
-            waits += [after.start(*own) for after in hops[i + 1 : i + 2]]
+            for coming in (after.coming for after in hops[len(waits) : i + 2]):
+                if coming and not kept:
+                    waits.append(coming.start(own))
+                else:
+                    waits.append((lambda: kept) if coming else lambda: own)
             yield hop, waits[i]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
-        lses, out = dict[int, Tensor](), q.new_empty(*q.shape[:3], v.shape[3])
-        total = None  # type: Any
+        lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:3], v.shape[3])
+        kept: Sequence[Tensor] = (k, v)
+        total: Any = None
         for hop, keys in self.arrivals(k, v, 1):
             for part in hop.parts:
                 rows, read = part.rows, [q[:, part.rows], *(x[:, part.keys] for x in keys)]
                 if not part.merges:
-                    _, lses[rows.start] = part.forward((*read, out[:, rows]), modifiers)
+                    _, lse = part.forward((*read, out[:, rows]), modifiers)
+                    lses.append((rows.start, lse))
                     continue
                 if total is None:
-                    total, lses = out.float(), {0: lse_of_rows(lses)}
-                merge_into(
-                    total[:, rows], lses[0][:, :, rows], *part.forward((*read, None), (None, None))
-                )
+                    total, lses = out.float(), [(0, lse_of_rows(lses))]
+                more = part.forward((*read, None), (None, None))
+                merge_into(total[:, rows], lses[0][1][:, :, rows], *more)
+            if self.keeps and hop.coming:
+                # Other calls write to memory that ranks share.
+                is_shared = hop.coming.in_shared_memory and hop.order is None
+                kept = [x.clone() for x in keys] if is_shared else keys
         out = out if total is None else total.to(q.dtype)
-        saved = q, out, k, v, *(lses[begin] for begin in sorted(lses))
+        saved = q, out, k, v, *kept, *(lse for _, lse in lses)
         return out, lse_of_rows(lses) if returns_lse else None, saved
 
     def backward(
@@ -132,58 +133,74 @@ class Hops:
     ) -> FourGradients:
         """Return the gradients: each part's with out and the log-sum-exp of all keys.
         This rank's own keys come last, while gradients go back to other ranks."""
-        q, out, k, v, *lses = saved
-        of_q, of_kv, finish = Terms(), Terms(), lambda: None
+        merges = any(part.merges for hop in self.hops for part in hop.parts)
+        dkv_dtype = self.dkv_dtype or saved[2].dtype
+        # One part's dK and dV need no sums.
+        fp32 = len(self.hops) > 1 or bool(self.hops[0].going) or len(self.hops[0].parts) > 1
+        fp32 = fp32 or dkv_dtype == torch.float32
+        (q, out, k, v, *kept), lses = saved[:6], list(saved[6:])
+        of_q, of_kv, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
-        begins = sorted(x.rows.start for hop in self.hops for x in hop.parts if not x.merges)
-        for hop, keys in self.arrivals(k, v, -1):
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for hop, keys in self.arrivals(k, v, -1, kept if self.keeps else ()):
             of_keys = Terms()
             for part in hop.parts[::-1]:
                 rows = part.rows
-                lse = lses[begins.index(rows.start)] if len(lses) > 1 else lses[0][:, :, rows]
+                lse = lses[0][:, :, rows].contiguous() if merges else lses.pop()
                 tensors: list[Any] = [q[:, rows], *(x[:, part.keys] for x in keys), out[:, rows]]
-                tensors += [lse.contiguous(), None if d_out is None else d_out[:, rows]]
+                tensors += [lse, None if d_out is None else d_out[:, rows]]
                 tensors += [None if d_lse is None else d_lse[:, :, rows]]
-                dq, *dkv, more = part.backward(tensors, (None, None) if part.merges else modifiers)
+                of_part, read = (None, (None, None)) if part.merges else (dq[:, rows], modifiers)
+                of_rows, *dkv, more = part.backward(tensors, read, fp32, of_part)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
-                of_q.append((rows, [dq]))
+                of_q.append((rows, [of_rows]))
                 of_keys.append((part.keys, dkv))
-            finish_next = hop.start_back(of_keys, of_kv, q)
-            finish()
+            finish_next = hop.start_back(of_keys, q)
+            of_kv += finish()
             finish = finish_next
-        finish()
-        (dq,), (dk, dv) = added_up(of_q, q), added_up(of_kv, k, v)
+        of_kv += finish()
+        if merges:
+            (dq,) = added_up(of_q, q, q.shape[1], [(*q.shape[2:], q.dtype)])
+        dk, dv = added_up(of_kv, k, k.shape[1], [(*x.shape[2:], dkv_dtype) for x in (k, v)])
         return dq, dk, dv, d_sinks
 
 
-def lse_of_rows(lses: dict[int, Tensor]) -> Tensor:
-    """Return the log-sum-exp of all rows from the parts', by their first rows."""
-    parts = [lses[begin] for begin in sorted(lses)]
+def lse_of_rows(lses: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the log-sum-exp of all rows from the parts', each with its first row."""
+    parts = [lse for _, lse in sorted(lses, key=lambda one: one[0])]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def added_up(terms: Terms, *likes: Tensor) -> Sequence[Tensor]:
-    """Return sums of terms, in these tensors' shapes and dtypes; the terms may be lost."""
-    if len(terms) == 1 and terms[0][1][0].dtype == likes[0].dtype:
-        return terms[0][1]
-    results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in likes]
+def added_up(terms: Terms, like: Tensor, total: int, kinds: Sequence) -> Sequence[Tensor]:
+    """Return sums of terms, (batch, total, heads, columns) of these kinds, 0 in rows of no term.
+    The terms may be lost."""
+    dtypes = [dtype for *_, dtype in kinds]
+    whole = [x for rows, x in terms if rows == slice(0, total) and [y.dtype for y in x] == dtypes]
+    if whole and (len(terms) == 1 or dtypes[0] == torch.float32):
+        others = [(rows, x) for rows, x in terms if x is not whole[0]]
+        for (rows, tensors), i in product(others, range(len(kinds))):
+            whole[0][i][:, rows].add_(tensors[i])
+        return whole[0]
+    results = [like.new_empty(len(like), total, *x, dtype=dtype) for *x, dtype in kinds]
     edges = {edge for rows, _ in terms for edge in (rows.start, rows.stop)}
-    for begin, end in pairwise(sorted(edges)):
-        covering = [
-            [x[:, begin - rows.start : end - rows.start] for x in tensors]
-            for rows, tensors in terms
+    for (begin, end), i in product(pairwise(sorted(edges | {0, total})), range(len(kinds))):
+        place = results[i][:, begin:end]
+        addends = [
+            x[i][:, begin - rows.start : end - rows.start]
+            for rows, x in terms
             if rows.start <= begin and end <= rows.stop
         ]
-        for result, (first, *others) in zip(results, zip(*covering, strict=True), strict=True):
-            if len(others) > 1:
-                first, *others = first.float(), *others  # a copy unless it is float32
-            for other in others[:-1]:
-                first.add_(other)
-            if others:
-                torch.add(first, others[-1], out=result[:, begin:end])
-            else:
-                result[:, begin:end].copy_(first)
+        if len(addends) > 2:
+            addends[0] = addends[0].float()  # a copy unless it is float32
+        while len(addends) > 2:
+            addends[0].add_(addends.pop())
+        if len(addends) == 2:
+            torch.add(*addends, out=place)
+        elif addends:
+            place.copy_(addends[0])
+        else:
+            place.zero_()
     return results
 
 
@@ -201,7 +218,7 @@ def gather(call: RankCall) -> Hops:
     if call.ends:
         return packed_gather(call)
     rows = call.split.rows
-    return hops_of(call, [((range(sum(rows)),),) * len(rows)], by_source=True)
+    return Hops(hops_of(call, [((range(sum(rows)),),) * len(rows)], keeps(call)), keeps(call))
 
 
 def ring(call: RankCall) -> Hops:
@@ -209,7 +226,7 @@ def ring(call: RankCall) -> Hops:
     split, part = call.split, call.part
     held = [tuple(together(one) or one[:1]) for one in split.chunks]
     steps = [tuple(held[i - step] for i in range(len(held))) for step in range(len(held))]
-    first, *others = hops_of(call, steps, by_source=False).hops
+    first, *others = hops_of(call, steps)
     window = part.options.window
     if window.left < 0 and window.right <= 0:
         # A rank's chunks are in order, so a causal mask is right inside of them.
@@ -231,10 +248,17 @@ def packed_gather(call: RankCall) -> Hops:
     order = torch.cat([places[:0], *(places[one.start : one.stop] for one in seen)])
     lengths = packed_lengths(call.device, tuple(map(len, chunks)), tuple(map(len, seen)))
     part = replace(call.part, rows=slice(0, split.rows[split.rank]), lengths=lengths)
-    return Hops((hop_of(call, [part], everything_of(split.rows), 0, True, order),))
+    exchange, kept = everything_of(split.rows), keeps(call)
+    return Hops((hop_of(call, [part], exchange, 0, kept, order),), kept)
 
 
-def hops_of(call: RankCall, steps: list[Runs], by_source: bool) -> Hops:
+def keeps(call: RankCall) -> bool:
+    """Whether keys of all ranks are kept for the backward pass: no more than q and out then."""
+    (heads, _), (heads_kv, _), _ = call.sizes
+    return call.part.options.has_gradient and heads_kv * len(call.split.rows) <= heads
+
+
+def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop, ...]:
     """Return a hop for each step, in which ranks see runs of keys; but parts that see this rank's
     own keys only are in the first."""
     chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
@@ -247,23 +271,19 @@ def hops_of(call: RankCall, steps: list[Runs], by_source: bool) -> Hops:
         own += mine
         wanted = tuple(keys for *_, keys in of_ranks)
         if any(len(run) for runs in wanted for run in runs):
-            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), i, by_source))
-    return Hops((Hop(tuple(own)), *hops))
+            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), i, keeps))
+    return Hop(tuple(own)), *hops
 
 
 def hop_of(
-    call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int, by_source: bool,
+    call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int, keeps: bool,
     order: Tensor | None = None,
 ) -> Hop:  # fmt: skip
-    """Return a hop of these parts; `number` and `by_source` are its transfers'."""
-    rank, of_kv = call.split.rank, call.sizes[1:]
-    kept = [move for move in exchange.moves if move.source == rank == move.target]
-    # Gradients of this rank's own keys are added up where they are.
-    back = exchange.back(call.split.rows, but=rank)
-    coming = call.transfer(exchange, call.dtype, number % 2, of_kv)
-    flags = {"by_source": by_source, "is_free": True}
-    going = call.transfer(back, torch.float32, 2 + number, of_kv, **flags)
-    return Hop(tuple(parts), slice(0, exchange.totals[rank]), kept, coming, going, order)
+    """Return a hop of these parts; `number` is its transfers'."""
+    coming, going = ([(*x, kind) for x in call.sizes[1:]] for kind in (call.dtype, torch.float32))
+    back = call.transfer(exchange.gradients(), going, 2 + number, not keeps)
+    there = call.transfer(exchange, coming, number % 2, False, "all", None, order)
+    return Hop(tuple(parts), there, back, order)
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:
@@ -324,16 +344,13 @@ def with_joined(parts: list[KeyPart]) -> list[KeyPart]:
     """Return parts, of which those that see all of neighbouring keys are one."""
     results = list[KeyPart]()
     for part in sorted(parts, key=lambda part: part.merges):
-        while results:
-            last = results[-1]
-            if part.options != last.options or part.options.window != Window(NO_BOUND, NO_BOUND):
-                break
-            if part.keys == last.keys and last.rows.stop == part.rows.start:
-                part = replace(part, rows=slice(last.rows.start, part.rows.stop))
-            elif part.rows == last.rows and last.keys.stop == part.keys.start:
-                part = replace(part, keys=slice(last.keys.start, part.keys.stop))
-            else:
-                break
-            results.pop()
-        results.append(part)
+        last = results[-1] if results else part
+        is_whole = bool(results) and part.options.window == Window(NO_BOUND, NO_BOUND)
+        is_whole = is_whole and part.options == last.options
+        if is_whole and part.keys == last.keys and last.rows.stop == part.rows.start:
+            results[-1] = replace(last, rows=slice(last.rows.start, part.rows.stop))
+        elif is_whole and part.rows == last.rows and last.keys.stop == part.keys.start:
+            results[-1] = replace(last, keys=slice(last.keys.start, part.keys.stop))
+        else:
+            results.append(part)
     return results

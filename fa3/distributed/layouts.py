@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 
-from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, group_of
+from fa3.distributed.exchange import Group, Split, agree_on_rows, groups_of, orders
 from fa3.distributed.transfer import Runs
 
 
@@ -33,7 +35,7 @@ class SequenceLayout:
 
     def split(self, seqlen: int, group: Group = None) -> Split:
         """Return a sequence as it is split among the ranks of a group."""
-        group = group_of(group)
+        group = groups_of(group)[0]
         chunks = chunks_of(self, seqlen, group.size())
         return Split(chunks, group, group.rank(), tuple(sum(map(len, x)) for x in chunks))
 
@@ -52,12 +54,14 @@ class SequenceLayout:
             ValueError: on all ranks: they differ in shape or dtype, or one has other rows than the
                 layout gives it.
         """
-        rows, group = x.movedim(dim, 0)[None], group_of(group)
-        asked = {"layout": self, "shape": ("rows", *rows.shape[2:]), "dtype": x.dtype}
-        split = self.split(agree_on_rows(self, group, x.shape[dim], asked), group)
-        run, run_back = lambda x: (split.whole(x), ()), lambda gradient: (split.sums(gradient),)
-        (whole,) = OverRanks.apply(run, run_back, rows)
-        return whole[0].movedim(0, dim)
+        rows, group = x.movedim(dim, 0), groups_of(group)[0]
+        asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
+        split = self.split(agree_on_rows(self, group, len(rows), asked), group)
+        sent = rows.float() if rows.requires_grad else rows
+        sent = F.pad(sent, [0, 0] * (x.ndim - 1) + [0, max(split.rows) - len(rows)])
+        parts = zip(all_gather(sent, group), split.rows, strict=True)
+        by_rank = torch.cat([part[:count] for part, count in parts]).to(x.dtype)
+        return by_rank[orders(split.chunks, x.device)[1]].movedim(0, dim)
 
     def positions(
         self, seqlen: int, group: Group = None, device: torch.device | str | None = None

@@ -99,43 +99,37 @@ def plan(
 def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Window) -> list[int]:
     """Return the pairs of a query and a key that it sees, of each rank's rows."""
     ends = torch.tensor(layout.cu_seqlens if layout.cu_seqlens != (0,) else (0, seqlen))
-    counts = []
-    for chunks in chunks_of(layout, seqlen, num_ranks):
-        rows = torch.cat([torch.arange(0), *(torch.arange(x.start, x.stop) for x in chunks)])
-        document = torch.searchsorted(ends, rows, right=True)
-        first, last = ends[document - 1], ends[document] - 1
-        if window.left >= 0:
-            first = torch.maximum(first, rows - window.left)
-        if window.right >= 0:
-            last = torch.minimum(last, rows + window.right)
-        counts.append(int((last - first + 1).sum()))
-    return counts
+    rows = torch.arange(seqlen)
+    document = torch.searchsorted(ends, rows, right=True)
+    first, last = ends[document - 1], ends[document] - 1
+    if window.left >= 0:
+        first = torch.maximum(first, rows - window.left)
+    if window.right >= 0:
+        last = torch.minimum(last, rows + window.right)
+    chunks, pairs = chunks_of(layout, seqlen, num_ranks), last - first + 1
+    return [sum(int(pairs[x.start : x.stop].sum()) for x in held) for held in chunks]
 
 
 def methods_for(
     method: str, num_ranks: int, heads_q: int, window: Window, has_slopes: bool, is_packed: bool
 ) -> list[str]:
     """Return the methods that suit a call, of all or the one that is asked for; or raise."""
-    sees_later, is_bounded = window.right != 0, window.left >= 0 or window.right >= 0
-    refused = {
-        "gather": {
-            "alibi_slopes": has_slopes and sees_later,
-            "window_size of documents": is_packed and sees_later and is_bounded,
-        },
-        "ring": {
-            "documents": is_packed,
-            "alibi_slopes": has_slopes,
-        },
-        "ulysses": {},
-    }
+    refused = {"gather": "", "ring": "alibi_slopes" if has_slopes else "", "ulysses": ""}
+    if is_packed:
+        refused["ring"] = "documents"
+    if window.right != 0:  # keys after a query are seen
+        if has_slopes:
+            refused["gather"] = "alibi_slopes"
+        elif is_packed and window != Window(NO_BOUND, NO_BOUND):
+            refused["gather"] = "window_size of documents"
     names = AUTO if method == "auto" else (method,)
-    suited = [name for name in names if not any(refused[name].values())]
+    suited = [name for name in names if not refused[name]]
     if methods := [name for name in suited if name != "ulysses" or heads_q % num_ranks == 0]:
         return methods
     if suited:
         raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks, got {heads_q}")
-    what = next(what for what, is_so in refused[names[0]].items() if is_so)
     when = " where keys after a query are seen" if names[0] == "gather" else ""
     raise NotImplementedError(
-        f"{what} is not supported with method={names[0]!r}{when}: pass method='ulysses'"
+        f"{refused[names[0]]} is not supported with method={names[0]!r}{when}: pass "
+        "method='ulysses'"
     )

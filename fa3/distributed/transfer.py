@@ -35,10 +35,19 @@ class RowExchange(NamedTuple):
     totals: tuple[int, ...]  # rows that each rank has in the end
     moves: tuple[Move, ...]
 
-    def back(self, rows: tuple[int, ...], but: int | None = None) -> "RowExchange":
-        """Return how rows get back to the ranks, which have so many; a rank may keep its own."""
+    def back(self, rows: tuple[int, ...]) -> "RowExchange":
+        """Return how rows get back to the ranks, which have so many."""
         moves = [Move(target, source, at, rows) for source, target, rows, at in self.moves]
-        return RowExchange(rows, tuple(one for one in moves if one[:2] != (but, but)))
+        return RowExchange(rows, tuple(moves))
+
+    def gradients(self) -> "RowExchange":
+        """Return how gradients of rows get back to other ranks, one move's after another's."""
+        totals, moves = [0] * len(self.totals), []
+        for source, target, rows, places in self.moves:
+            if source != target:
+                begin, totals[source] = totals[source], totals[source] + rows.stop - rows.start
+                moves.append(Move(target, source, places, slice(begin, totals[source])))
+        return RowExchange(tuple(totals), tuple(moves))
 
 
 @functools.lru_cache(maxsize=64)
@@ -83,143 +92,136 @@ class Transfer:
     """An exchange of tensors (batch, rows, heads, columns), again and again.
 
     Attributes:
+        kinds: heads, columns and dtype of each tensor, as it comes from a rank.
         number: of the memory that ranks share. No two transfers of one number are under way at the
             same time.
-        sizes: heads and columns of each tensor, as it comes from a rank.
-        shares_heads: each rank gets its share of the heads that leave.
-        by_source: what comes from each rank is apart, (ranks, batch, rows, heads, columns).
         is_free: ranks have met in the same pass, after all had read that memory. So the first rank
             need not wait for the last one before it copies.
+        heads: "split" if each rank gets its share of the heads that leave, "join" if it gets a
+            share from each rank, or "all".
+        before, after: orders of the rows that leave, and of the rows that came; or None.
     """
 
     exchange: RowExchange
-    dtype: torch.dtype
-    number: int
+    kinds: Sequence[tuple[int, int, torch.dtype]]
     group: dist.ProcessGroup
     batch: int
-    sizes: Sequence[tuple[int, int]]
     device: torch.device
-    shares_heads: bool = False
-    by_source: bool = False
+    number: int
     is_free: bool = False
+    heads: str = "all"
+    before: Tensor | None = None
+    after: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.rank, moves = self.group.rank(), self.exchange.moves
-        self.in_shared_memory = any(source != target for source, target, *_ in moves) and (
-            shares_memory(self.group, self.device)
-        )
+        # Of each piece of a tensor the tensor's number, where its rows are, where they come, and
+        # the other rank. Copy engines take what is contiguous, so each sequence is a piece.
+        self.own, self.leaving, self.coming = list[Any](), list[Any](), list[Any]()
+        self.rank = self.group.rank()
+        for (source, target, rows, places), (i, (heads, *_)), sequence in product(
+            self.exchange.moves, enumerate(self.kinds), range(self.batch)
+        ):
+            first = target * heads if self.heads == "split" else 0
+            here = sequence, rows, slice(first, first + heads)
+            # What is joined comes from each rank apart.
+            there = *[source] * (self.heads == "join"), sequence, places
+            if source == target == self.rank:
+                self.own.append((i, here, there, source))
+            elif source == self.rank:
+                self.leaving.append((i, here, there, target))
+            elif target == self.rank:
+                self.coming.append((i, here, there, source))
+        crosses = any(move.source != move.target for move in self.exchange.moves)
+        self.in_shared_memory = crosses and shares_memory(self.group, self.device)
 
     def shapes(self, total: int) -> list[tuple[int, ...]]:
         """Return the shapes of what comes, with so many rows."""
-        first = (self.group.size(), self.batch) if self.by_source else (self.batch,)
-        return [(*first, total, *size) for size in self.sizes]
-
-    def views(
-        self, move: Move, tensors: Sequence[Tensor], places: Sequence[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return where the rows of a move come, and the rows, of each tensor."""
-        source, target, rows, at = move
-        results = []
-        for x, y, (heads, _) in zip(tensors, places, self.sizes, strict=True):
-            mine = slice(target * heads, (target + 1) * heads) if self.shares_heads else slice(None)
-            results.append(((y[source] if self.by_source else y)[:, at], x[:, rows, mine]))
-        return results
+        first = [self.group.size()] * (self.heads == "join")
+        return [(*first, self.batch, total, *sizes) for *sizes, _ in self.kinds]
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin, after what the current stream does now. Return what waits for the tensors that
-        come, and returns them. In shared memory they are there until it is written again."""
-        return self.push(tensors) if self.in_shared_memory else self.send(tensors)
+        come, and returns them. In shared memory they are there until it is written again, unless
+        they are joined or put in order."""
+        if self.before is not None:
+            tensors = [x.index_select(1, self.before) for x in tensors]
+        if self.in_shared_memory:
+            wait, places = self.push(tensors), self.own_places
+        else:
+            shapes = self.shapes(self.exchange.totals[self.rank])
+            results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+            wait = self.send(tensors, results)
+            places = [results[i][there] for i, _, there, _ in self.own]
+        if places:
+            torch._foreach_copy_(places, [tensors[i][here] for i, here, *_ in self.own])
+        if (after := self.after) is not None:
+            return lambda: [x.index_select(1, after) for x in wait()]
+        return wait if self.heads != "join" else lambda: [torch.cat([*x], 2) for x in wait()]
 
-    def send(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def send(self, tensors: Sequence[Tensor], results: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to send messages."""
-        group, rank = self.group, self.rank
-        shapes = self.shapes(self.exchange.totals[rank])
-        results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-        sent, received, works = [], [], list[Any]()
-        for move in self.exchange.moves:
-            for place, leaving in self.views(move, tensors, results):
-                if move.source == move.target == rank:
-                    place.copy_(leaving)
-                elif move.source == rank:
-                    sent.append((move.target, leaving.contiguous()))
-                elif move.target == rank:
-                    coming = place if place.is_contiguous() else torch.empty_like(place)
-                    received.append((move.source, coming, place))
-        if sent or received:
-            # Torch's functions for this cost the host several times as much.
-            is_batch = group._get_backend(self.device).supports_coalescing
-            if is_batch:
-                group._start_coalescing(self.device)
-            works = [group.send([x], other, 0) for other, x in sent]
-            works += [group.recv([x], other, 0) for other, x, _ in received]
-            if is_batch:
-                works = [group._end_coalescing(self.device)]
+        messages = [
+            dist.P2POp(dist.isend, tensors[i][here].contiguous(), None, self.group, 0, other)
+            for i, here, _, other in self.leaving
+        ] + [
+            dist.P2POp(dist.irecv, results[i][there], None, self.group, 0, other)
+            for i, _, there, other in self.coming
+        ]
+        works = dist.batch_isend_irecv(messages) if messages else []
 
         def wait() -> list[Tensor]:
-            while works:
-                works.pop().wait()
-            while received:
-                _, coming, place = received.pop()
-                if coming is not place:
-                    place.copy_(coming)
-            sent.clear()  # only now may others have the memory
+            for work in works:
+                work.wait()
+            messages.clear()  # only now may others have the memory
             return results
 
         return wait
 
     def push(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to copy into other ranks' memory, and in this one's."""
-        boxes, inbox, kept = self.boxes, self.inbox, list(tensors)
-        copies = [
-            (move.target, self.views(move, tensors, boxes[move.target]))
-            for move in self.exchange.moves
-            if move.source == self.rank
-        ]
-        self.begun.record()
-        with torch.cuda.stream(inbox.stream):
-            inbox.stream.wait_event(self.begun)
+        """Begin to copy into other ranks' memory."""
+        shared, kept = self.shared, list(tensors)
+        # Without a number torch would look for the device, several times as long.
+        current = torch.cuda.current_stream(self.device.index)
+        self.begun.record(current)
+        torch.cuda.set_stream(shared.stream)  # torch's context for this takes the host longer
+        try:
+            shared.stream.wait_event(self.begun)
             if not self.is_free:
-                inbox.meet()
-            for target, pairs in copies:
-                if target != self.rank:
-                    copy_all(pairs)
-            inbox.meet()
-            self.ended.record()
-        for target, pairs in copies:
-            if target == self.rank:
-                copy_all(pairs)
+                shared.meet()
+            for (i, here, *_), place in zip(self.leaving, self.places, strict=True):
+                place.copy_(tensors[i][here])
+            shared.meet()
+            self.ended.record(shared.stream)
+        finally:
+            torch.cuda.set_stream(current)
 
         def wait() -> list[Tensor]:
-            torch.cuda.current_stream().wait_event(self.ended)
+            torch.cuda.current_stream(self.device.index).wait_event(self.ended)
             kept.clear()
-            batches = 2 if self.by_source else 1
-            return [x.narrow(batches, 0, self.exchange.totals[self.rank]) for x in boxes[self.rank]]
+            return self.arrived
 
         return wait
 
     @functools.cached_property
     @torch.inference_mode(False)  # else no other call could write there
-    def boxes(self) -> list[list[Tensor]]:
-        """Where rows come, of each rank; all ranks must ask for it."""
-        shapes, item = self.shapes(max(self.exchange.totals)), self.dtype.itemsize
-        sizes = [-(-math.prod(shape) * item // 256) * 256 for shape in shapes]
-        *begins, end = accumulate(sizes, initial=0)
-        self.inbox = Inbox.of(self.group, self.number, 1 << max(end - 1, 1023).bit_length())
+    def shared(self) -> "SharedMemory":
+        """Prepare to copy, where all ranks do: what copies write is the same each time."""
         self.begun, self.ended = torch.cuda.Event(), torch.cuda.Event()
-        return [
-            [
-                self.inbox.handle.get_buffer(rank, shape, self.dtype, begin // item)
-                for shape, begin in zip(shapes, begins, strict=True)
-            ]
-            for rank in range(self.group.size())
-        ]
+        shapes, dtypes = self.shapes(max(self.exchange.totals)), [x for *_, x in self.kinds]
+        counts = zip(map(math.prod, shapes), dtypes, strict=True)
+        *begins, end = accumulate((-(-n * x.itemsize // 256) * 256 for n, x in counts), initial=0)
+        size = 1 << max(end - 1, 1023).bit_length()
+        shared = SharedMemory.of(self.group, self.number, size)
 
+        def box(rank: int, i: int) -> Tensor:
+            begin = begins[i] // dtypes[i].itemsize
+            return shared.handle.get_buffer(rank, shapes[i], dtypes[i], begin)
 
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy rows to their places; where both are contiguous in each sequence, by copy engines."""
-    for places, rows in pairs:
-        for place, row in zip(places, rows, strict=True):
-            place.copy_(row)
+        rows_dim, total = len(shapes[0]) - 3, self.exchange.totals[self.rank]
+        self.arrived = [box(self.rank, i).narrow(rows_dim, 0, total) for i in range(len(shapes))]
+        self.own_places = [self.arrived[i][there] for i, _, there, _ in self.own]
+        self.places = [box(target, i)[there] for i, _, there, target in self.leaving]
+        return shared
 
 
 @functools.cache  # on all ranks alike: it may not be forgotten on one of them
@@ -232,14 +234,14 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     worked = len(set(hosts)) == 1
     if worked:
         try:
-            Inbox.of(group, 0, 1024)
+            SharedMemory.of(group, 0, 1024)
         except (AttributeError, ImportError, RuntimeError):  # no peer access, or an older torch
             worked = False
         dist.all_gather_object(hosts, worked, group)
     return worked and all(hosts)
 
 
-class Inbox(NamedTuple):
+class SharedMemory(NamedTuple):
     """Memory of this rank that the others write to, and theirs that this one writes to."""
 
     buffer: Tensor
@@ -249,7 +251,7 @@ class Inbox(NamedTuple):
 
     @classmethod
     @functools.cache  # on all ranks alike: sizes are powers of two, so they are few
-    def of(cls, group: dist.ProcessGroup, number: int, size: int) -> "Inbox":
+    def of(cls, group: dist.ProcessGroup, number: int, size: int) -> "SharedMemory":
         """Make one of so many bytes; transfers of one number and size share it."""
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -266,7 +268,5 @@ class Inbox(NamedTuple):
         self.handle.barrier(0, self.timeout_ms)
 
 
-@functools.cache
-def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device's copies to others."""
-    return torch.cuda.Stream(device)
+stream_of = functools.cache(torch.cuda.Stream)
+"""The stream of a device's copies to others: one, so that they come in the same order."""

@@ -4,16 +4,19 @@ Source: Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fa3.distributed.alone import FourGradients, KeyPart, packed_lengths
+from fa3.distributed.alone import FourGradients, packed_lengths
 from fa3.distributed.exchange import RankCall, Split, orders
-from fa3.distributed.transfer import Transfer, everything_of, exchange_of
+from fa3.distributed.hops import Hop, Hops
+from fa3.distributed.transfer import Transfer, everything_of, exchange_of, together
 
 
 @dataclass(frozen=True)
@@ -21,99 +24,120 @@ class Ulysses:
     """Heads for rows, and back.
 
     Attributes:
-        part: attention of the whole sequence, of this rank's heads.
+        count, rank: of the ranks that exchange heads.
+        inside: attention of this rank's heads.
         copies: how often each key/value head is there, so that each rank has whole heads.
-        orders: the rows' orders by ranks and in the sequence, or none.
         transfers: by the name of what they bring.
+        is_shared: q, k and v come to memory that other calls write to, and have gradients.
     """
 
-    split: Split
-    part: KeyPart
+    count: int
+    rank: int
+    inside: Hops
     copies: int
-    orders: tuple[Tensor, ...]
     transfers: dict[str, Transfer]
+    is_shared: bool
 
-    def to_heads(self, name: str, *tensors: Tensor) -> list[Tensor]:
-        """Return all rows of this rank's heads, of (batch, rows, heads, columns).
-        In shared memory they are there until the next transfer of that number."""
-        held = self.transfers[name].start(tensors)()
-        return [x.index_select(1, self.orders[1]) for x in held] if self.orders else held
-
-    def to_rows(self, name: str, *tensors: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to send all rows of this rank's heads to the ranks that have the rows. Return what
-        waits for (batch, rows, heads, columns)."""
-        held = [x.index_select(1, self.orders[0]) for x in tensors] if self.orders else tensors
-        wait = self.transfers[name].start(held)
-        # From each rank come its heads. This copies, as what waits returns may be written again.
-        return lambda: [torch.cat([*x], 2) for x in wait()]
+    def exchanged(self, name: str, *tensors: Any) -> list[Any]:
+        """Return all rows of this rank's heads, or all heads of its rows."""
+        return self.transfers[name].start(tensors)()
 
     def modifiers_of(self, modifiers: tuple) -> tuple[Tensor | None, ...]:
         """Return the slopes and sinks of this rank's heads."""
-        count, rank = len(self.split.rows), self.split.rank
-        mine = (None if x is None else x.unflatten(-1, (count, -1)) for x in modifiers)
-        return tuple(None if x is None else x[..., rank, :] for x in mine)
+        mine = (None if x is None else x.unflatten(-1, (self.count, -1)) for x in modifiers)
+        return tuple(None if x is None else x[..., self.rank, :] for x in mine)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
-        held = self.to_heads("qkv", q, k, v)
-        out, lse = self.part.forward((*held, None), self.modifiers_of(modifiers))
-        of_out, lse_rows = self.to_rows("out", out), None
-        in_inbox = self.transfers["qkv"].in_shared_memory and not self.orders
-        if in_inbox and self.part.options.has_gradient:
-            held = [x.clone() for x in held]  # while the output is under way
-        if returns_lse:
-            (of_lse,) = self.to_rows("lse", lse.transpose(1, 2)[..., None])()
-            lse_rows = of_lse.squeeze(3).transpose(1, 2)
-        return of_out()[0], lse_rows, (*held, out, lse)
+        q, k, v = self.exchanged("qkv", q, k, v)
+        read = self.modifiers_of(modifiers)
+        out, lse, saved = self.inside.forward(q, k, v, read, returns_lse)
+        named = ("out, lse", out, lse.mT[..., None]) if returns_lse else ("out", out)
+        wait = self.transfers[named[0]].start(named[1:])
+        if self.is_shared:
+            # Other calls write there. This copies while the output is under way.
+            copies = {id(x): x.clone() for x in (q, k, v)}
+            saved = tuple(copies.get(id(x), x) for x in saved)
+        out, *of_lse = wait()
+        return out, of_lse[0].squeeze(3).mT if of_lse else None, saved
 
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
         """Return the gradients; copies of a key/value head have theirs added up in float32."""
-        if d_out is not None:
-            (d_out,) = self.to_heads("d_out", d_out)
-        if d_lse is not None:
-            (d_lse,) = self.to_heads("d_lse", d_lse.transpose(1, 2)[..., None])
-            d_lse = d_lse.squeeze(3).transpose(1, 2)
-        fp32 = self.copies > 1
-        tensors = *saved, d_out, d_lse
-        *grads, mine = self.part.backward(tensors, self.modifiers_of(modifiers), fp32_dkv=fp32)
-        of_dq, of_dkv = self.to_rows("dq", grads[0]), self.to_rows("dkv", *grads[1:])
-        (dq,), (dk, dv) = of_dq(), of_dkv()
-        if fp32:
+        if d_out is None and d_lse is not None:
+            ((_, columns, kind),) = self.transfers["out"].kinds
+            d_out = d_lse.new_zeros(*d_lse.mT.shape, columns, dtype=kind)
+        if d_lse is None:
+            (d_out,) = self.exchanged("d_out", d_out)
+        else:
+            d_out, d_lse = self.exchanged("d_out, d_lse", d_out, d_lse.mT[..., None])
+            d_lse = d_lse.squeeze(3).mT
+        read = self.modifiers_of(modifiers)
+        *grads, mine = self.inside.backward(read, d_out, d_lse, *saved)
+        dq, dk, dv = self.exchanged("dq, dk, dv", *grads)
+        if self.copies > 1:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
         d_sinks = None
         if mine is not None:
             d_sinks = torch.zeros_like(modifiers[1])
-            d_sinks.unflatten(0, (len(self.split.rows), -1))[self.split.rank] = mine
+            d_sinks.unflatten(0, (self.count, -1))[self.rank] = mine
         return dq, dk, dv, d_sinks
 
 
-def ulysses(call: RankCall) -> Ulysses:
-    """Return what computes a call."""
-    split, part, ends, fp32 = call.split, call.part, call.ends, torch.float32
-    count, ((heads, columns), (heads_kv, _), (_, columns_v)) = len(split.rows), call.sizes
+def whole_of(chunks: Sequence[range]) -> range:
+    """Return neighbouring chunks as one."""
+    return range(min(x.start for x in chunks), max(x.stop for x in chunks))
+
+
+def ulysses(
+    call: RankCall,
+    groups: Sequence[dist.ProcessGroup] = (),
+    outside: Callable[[RankCall], Hops] | None = None,
+) -> Ulysses:
+    """Return what computes a call. With two groups, ranks of the second one exchange heads, and
+    gather or ring brings keys over the ranks of the first one."""
+    split, ends = call.split, call.ends
+    (heads, columns), (heads_kv, _), (_, columns_v) = call.sizes
+    group = groups[1] if groups else split.group
+    count, rank = group.size(), group.rank()
+    # Chunks of neighbouring ranks are neighbours. These are of all ranks that exchange heads.
+    groups_of_chunks = [split.chunks[i : i + count] for i in range(0, len(split.rows), count)]
+    wholes = tuple(tuple(map(whole_of, zip(*x, strict=True))) for x in groups_of_chunks)
+    number, near = split.rank // count, slice(split.rank - rank, split.rank - rank + count)
+    mine = Split(split.chunks[near], group, rank, split.rows[near])
     copies = math.lcm(heads_kv, count) // heads_kv
-    of_q, of_out, of_lse = ((heads // count, x) for x in (columns, columns_v, 1))
-    of_kv = [(heads_kv * copies // count, x) for x in (columns, columns_v)]
-    every = ((range(sum(split.rows)),),) * count
-    there = everything_of(split.rows) if ends else exchange_of(split.chunks, every)
-    named = {
-        "qkv": (call.dtype, 0, [of_q, *of_kv]), "d_out": (call.dtype, 0, [of_out]),
-        "d_lse": (fp32, 1, [of_lse]),
-        "out": (call.dtype, 2, [of_out]), "lse": (fp32, 3, [of_lse]),
-        "dq": (call.dtype, 2, [of_q]), "dkv": (fp32 if copies > 1 else call.dtype, 3, of_kv),
-    }  # fmt: skip
-    transfers = {}
-    for name, (kind, number, sizes) in named.items():
-        to_heads = number < 2
-        exchange = there if to_heads else there.back(split.rows)
-        flags = {"shares_heads": to_heads, "by_source": not to_heads, "is_free": not to_heads}
-        transfers[name] = call.transfer(exchange, kind, number, sizes, **flags)
-    if not ends:
-        return Ulysses(split, part, copies, (), transfers)
-    rows = tuple(end - begin for begin, end in pairwise(ends))
-    part = replace(part, lengths=packed_lengths(call.device, rows, rows))
-    return Ulysses(split, part, copies, orders(split.chunks, call.device), transfers)
+    wanted = (together(wholes[number]),) * count
+    there = everything_of(mine.rows) if ends else exchange_of(mine.chunks, wanted)
+    of_dkv = torch.float32 if copies > 1 else call.dtype
+    heads, heads_kv = heads // count, heads_kv * copies // count
+
+    def kinds(of_kv: torch.dtype) -> list[tuple[int, int, torch.dtype]]:
+        """Return what is of q, k and v in a rank's heads."""
+        return [(heads, columns, call.dtype), *((heads_kv, x, of_kv) for x in (columns, columns_v))]
+
+    out, lse = (heads, columns_v, call.dtype), (heads, 1, torch.float32)
+    to_heads = {"qkv": kinds(call.dtype), "d_out": [out], "d_out, d_lse": [out, lse]}
+    to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(of_dkv)}
+    here, back = call._replace(split=mine), there.back(mine.rows)
+    # Documents come by ranks, with few copies, and are put in order then.
+    order = orders(mine.chunks, call.device)[1] if ends else None
+    by_rank = None if order is None else order.argsort()
+    how = (0, False, "split", None, order), (1, True, "join", by_rank)
+    transfers = {name: here.transfer(there, kind, *how[0]) for name, kind in to_heads.items()}
+    transfers |= {name: here.transfer(back, kind, *how[1]) for name, kind in to_rows.items()}
+    if outside is not None:
+        rows = tuple(sum(map(len, x)) for x in wholes)
+        sizes = tuple(x[:2] for x in kinds(of_dkv))
+        of_groups = Split(wholes, groups[0], number, rows)
+        inside = outside(call._replace(split=of_groups, sizes=sizes))
+    else:
+        rows = tuple(end - begin for begin, end in pairwise(ends))
+        lengths = packed_lengths(call.device, rows, rows) if ends else None
+        every = slice(0, sum(mine.rows))
+        inside = Hops((Hop((replace(call.part, rows=every, keys=every, lengths=lengths),)),))
+    is_shared = transfers["qkv"].in_shared_memory and not ends
+    is_shared = is_shared and call.part.options.has_gradient
+    return Ulysses(count, rank, replace(inside, dkv_dtype=of_dkv), copies, transfers, is_shared)
