@@ -36,14 +36,15 @@ LOOPS = {
     "FFMA": f"{4 * VALUES} FFMA",
     "max": f"{4 * VALUES} FMNMX",
     "softmax": f"{VALUES} MUFU.EX2 and {2 * VALUES} FFMA",
+    "e4m3": f"{4 * VALUES} F2FP, each to two fp16 numbers from e4m3",
     "nothing": "",
 }
 """What a warpgroup does in an iteration."""
 
 PAIRS = [
     *((name, "nothing") for name in LOOPS if name != "nothing"),
-    *((name, name) for name in ("WGMMA", "WGMMA RS", "exp2", "FFMA", "max", "softmax")),
-    *(("WGMMA", name) for name in ("exp2", "FFMA", "max", "softmax")),
+    *((name, name) for name in ("WGMMA", "WGMMA RS", "exp2", "FFMA", "max", "softmax", "e4m3")),
+    *(("WGMMA", name) for name in ("exp2", "FFMA", "max", "softmax", "e4m3")),
     ("WGMMA RS", "softmax"),
 ]
 
@@ -52,6 +53,14 @@ def clock() -> Int32:
     """The SM's clock. `cute.arch.inline_ptx` would take its % for an operand."""
     word, code = ir.IntegerType.get_signless(32), "mov.u32 $0, %clock;"
     return Int32(llvm.inline_asm(word, [], code, "=r", has_side_effects=True))
+
+
+def widened(value: Float32) -> Float32:
+    """Two numbers in fp16 of two in e4m3, the lower half of a word."""
+    code = "{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l;}"
+    kind = ir.F32Type.get()
+    operand = [Float32(value).ir_value()]
+    return Float32(llvm.inline_asm(kind, operand, code, "=f,f", has_side_effects=False))
 
 
 class Rates(NamedTuple):
@@ -151,7 +160,9 @@ class Rates(NamedTuple):
             else:
                 for _repeat in cutlass.range_constexpr(4):
                     for i in cutlass.range_constexpr(VALUES):
-                        if cutlass.const_expr(loop == "FFMA"):
+                        if cutlass.const_expr(loop == "e4m3"):
+                            values[i] = widened(values[i])
+                        elif cutlass.const_expr(loop == "FFMA"):
                             values[i] = values[i] * factor + factor
                         else:
                             values[i] = cute.arch.fmax(values[i], values[(i + 7) % VALUES])

@@ -445,9 +445,9 @@ def test_machine_code(name):
     assert report.threads == kernel.threads
     assert report.count("F2FP.F16.E4M3.UNPACK_B") > 0
     consumer, others = kernel.registers
-    # Otherwise setmaxnreg would wait for ever.
-    warps = kernel.threads // 32
-    assert 4 * consumer + (warps - 4) * others <= warps * report.registers
+    # Otherwise setmaxnreg would wait for ever: each scheduler has one warp of consumers.
+    warps = kernel.threads // 128
+    assert consumer + (warps - 1) * others <= warps * report.registers
 
 
 @pytest.mark.compiles

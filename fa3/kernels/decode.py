@@ -10,7 +10,8 @@ merges them into O; it waits only for CTAs that have nearly done. With more,
 `kernels.combine` merges them. Where tiles may be cut anywhere (`StreamK`), each launch says which.
 
 Roles per CTA
-    warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
+    warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue. With an
+                              FP8 cache Q goes on into registers, if there are enough
     warp 4 or 4-7  producer   one warp that issues TMA loads, or four that gather rows
     warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
     warps 6-7      converters of an FP8 cache's blocks to fp16; warps 8-11 if rows are gathered
@@ -42,7 +43,7 @@ from typing import ClassVar
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, pipeline
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa3.kernels.decode_launch import TILE_N, DecodeArguments
 from fa3.kernels.decode_memory import (
@@ -50,7 +51,6 @@ from fa3.kernels.decode_memory import (
     DecodeMemory,
     DecodeOperands,
     GatheredAttention,
-    Role,
     consumer_barrier,
     publish,
 )
@@ -65,8 +65,8 @@ from fa3.primitives.cache_blocks import (
     TmaBlocks,
     stream_of_keys,
 )
-from fa3.primitives.fp8_blocks import CacheConverter, convert_rows, rewriter_states
-from fa3.primitives.fragments import as_rows_and_columns, convert
+from fa3.primitives.fp8_blocks import CacheConverter, convert_rows
+from fa3.primitives.fragments import as_rows_and_columns, convert, read_fragment
 from fa3.primitives.output_store import PartCounter, RowLse, shared_by
 from fa3.primitives.packed_rows import (
     PackedCoords,
@@ -189,18 +189,18 @@ class Decode(DecodeMemory):
             if warp_idx < WARPS:
                 cute.arch.setmaxregister_increase(consumer_registers)
                 self.wait_for_lengths()
-                self.attend(call, Role.CONSUMER)
+                self.attend(call, self.mma)
             else:
                 cute.arch.setmaxregister_decrease(other_registers)
                 if warp_idx >= self.first_converter:
                     self.wait_for_lengths()
-                    self.attend(call, Role.CONVERTER)
+                    self.attend(call, self.convert)
                 elif warp_idx == (-1 if self.gathers else WARPS + 1):
                     if cutlass.const_expr(not self.gathers):
                         self.prefetch(operands, smem, cut, sizes)
                 else:
                     self.wait_for_lengths()
-                    self.attend(call, Role.PRODUCER)
+                    self.attend(call, self.load)
 
     @cute.jit
     def wait_and_attend(self, call: tuple):
@@ -244,17 +244,12 @@ class Decode(DecodeMemory):
         walk = self.find_walk(operands, cut, sizes, is_early=False)
         if cutlass.const_expr(self.cache.is_full):
             cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(role is None):
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
-                self.load(operands, smem, walk)
-            else:
-                self.mma(operands, smem, walk)
-        elif cutlass.const_expr(role is Role.CONSUMER):
-            self.mma(operands, smem, walk)
-        elif cutlass.const_expr(role is Role.CONVERTER):
-            self.convert(smem, walk)
-        else:
+        if cutlass.const_expr(role is not None):
+            role(operands, smem, walk)
+        elif cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
             self.load(operands, smem, walk)
+        else:
+            self.mma(operands, smem, walk)
 
     @cute.jit
     def find_walk(
@@ -345,18 +340,17 @@ class Decode(DecodeMemory):
     # ----------------------------------------------------------------------------- converter
 
     @cute.jit
-    def convert(self, smem: DecodeBuffers, walk: Walk):
+    def convert(self, _, smem: DecodeBuffers, walk: Walk):
         """Convert the blocks of every segment, in the consumer's order."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_converter
         converter = CacheConverter.of(smem.k, smem.v, warp, thread % WARP, self.converters)
-        stages = self.config.kv_stages, self.config.converted_stages
-        states = rewriter_states(*stages), rewriter_states(*stages)
+        states = converter.states
         cursor = walk.first()
         while walk.is_valid(cursor):
             following = walk.next(cursor)
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
-            states = converter.run(begin, n_block + 1, states)
+            states = converter.run(n_block + 1 - begin, states)
             cursor = following
 
     # ------------------------------------------------------------------------------ consumer
@@ -366,13 +360,14 @@ class Decode(DecodeMemory):
         """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        mmas = Mmas.of(self.element, TILE_N, self.columns_v)
+        sources = warpgroup.OperandSource
+        source_q = sources.RMEM if self.holds_q else sources.SMEM
+        mmas = Mmas.of(self.element, TILE_N, self.columns_v, source_q)
         regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
         kind = GatheredAttention if self.gathers and not self.cache.is_fp8 else Attention
-        config, consumer = self.config, pipeline.PipelineUserType.Consumer
-        stages = config.converted_stages if self.cache.is_fp8 else config.kv_stages
-        k_state = pipeline.make_pipeline_state(consumer, stages)
-        v_state = pipeline.make_pipeline_state(consumer, stages)
+        consumer = pipeline.PipelineUserType.Consumer
+        k_state = pipeline.make_pipeline_state(consumer, cute.size(smem.k.blocks, mode=[2]))
+        v_state = pipeline.make_pipeline_state(consumer, cute.size(smem.v.blocks, mode=[2]))
         if cutlass.const_expr(self.cut_type is StreamK):  # noqa: SIM102
             # `store` fills this CTA's record if a tile with parts begins in this piece.
             if thread == 0 and walk.cut.records_are_by_cta:
@@ -389,22 +384,24 @@ class Decode(DecodeMemory):
                     one[tile.batch, tile.head] for one in operands.descales
                 )
             cute.arch.cp_async_wait_group(0)
+            sQ = smem.q[None, None, q_stage]
             if cutlass.const_expr(self.cache.is_fp8):
                 _, seqlen_q = walk.lengths.queries(length)
                 rows = seqlen_q * self.qhead_per_kvhead - tile.m_block * ROWS
-                buffer, dtype = smem.q[None, None, q_stage], operands.q.element_type
                 context = smem.largest, consumer_barrier(), thread
-                scale *= convert_rows(buffer, dtype, rows, *context)
+                scale *= convert_rows(sQ, operands.q.element_type, rows, *context)
                 for one in (scale_k, *scale_q):
                     scale *= one
             publish()
+            if cutlass.const_expr(self.holds_q):
+                read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):
                 self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
             coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
-            q = regs.q[None, None, None, q_stage]
+            q = regs.q if self.holds_q else regs.q[None, None, None, q_stage]
             fields = mmas, regs, q, smem.k.pipe, smem.v.pipe, softmax, rules, NoPingPong()
             attention = kind(*fields, scale_v=scale_v)
 

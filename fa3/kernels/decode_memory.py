@@ -3,7 +3,6 @@
 `fa3.kernels.decode` has the launch and the roles.
 """
 
-import enum
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from fa3.problem import AttentionSpec
 from fa3.schedules.stream_k import CtaGroups, StreamK
 
 CONSUMER_BARRIER = 1
+COLUMNS_OF_HELD_Q = 128  # most columns of a Q that is held in registers
 
 
 class DecodeOperands(NamedTuple):
@@ -68,12 +68,6 @@ class DecodeBuffers(NamedTuple):
     v: BlockRing
     number: cute.Tensor  # (1,) int32, the number of the consumer's part among the parts of its tile
     largest: cute.Tensor  # (4,) int32, of each warp's share of an FP8 call's Q
-
-
-class Role(enum.Enum):
-    """What a warp of a kernel on an FP8 cache does."""
-
-    CONSUMER, CONVERTER, PRODUCER = range(3)
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,13 @@ class DecodeMemory(AttentionKernel):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of consumer threads and others, with an FP8 cache."""
-        return (168, 88) if self.config.ctas_of_sm == 2 else (240, 104)
+        return (184, 72) if self.config.ctas_of_sm == 2 else (240, 104)
+
+    @property
+    def holds_q(self) -> bool:
+        """Whether a tile's Q stays in registers, so that Q K^T does not read it from shared memory,
+        which limits the speed on an FP8 cache. At larger head sizes there are too few registers."""
+        return self.cache.is_fp8 and max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
 
     @property
     def element(self):

@@ -414,14 +414,15 @@ class Forward(AttentionKernel):
         _, mask, _ = bind(self.spec, operands.modifiers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - self.format.rewriters)
-        rewriter, states = self.format.rewriter(smem.k, smem.v, warp, thread % WARP)
+        rewriter = self.format.rewriter(smem.k, smem.v, warp, thread % WARP)
+        states = rewriter.states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             tile = self.tile_of(segment, self.cluster_rank())
             sequence = operands.sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
-            states = rewriter.run(blocks.begin, blocks.end, states)
+            states = rewriter.run(blocks.end - blocks.begin, states)
             cursor = schedule.next(cursor)
 
     # ------------------------------------------------------------------------------ consumer

@@ -11,7 +11,7 @@ from typing import ClassVar
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
 from fa3.primitives.block_memory import BlockMemory, BlockRing
-from fa3.primitives.fp8_blocks import CacheConverter, rewriter_states
+from fa3.primitives.fp8_blocks import CacheConverter
 from fa3.primitives.fp8_compute import TRANSPOSERS, ValueTransposer, attention_and_columns
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
 
@@ -42,14 +42,9 @@ class SixteenBits:
         )
         return k, v
 
-    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> tuple:
-        """What rewrites blocks, by a thread of rewriter `warp`, and its first states."""
+    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> ValueTransposer | CacheConverter:
+        """What rewrites blocks, by a thread of rewriter `warp`."""
         raise NotImplementedError
-
-    @property
-    def states(self) -> tuple:
-        """The first states of a warp that rewrites blocks of K or V."""
-        return rewriter_states(self.config.kv_stages, self.config.converted_stages)
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """What makes a tile's attention, the WGMMAs, and when this warpgroup may issue them."""
@@ -76,8 +71,8 @@ class Fp8Products(SixteenBits):
         transposed = BlockMemory.of(self.columns_v, tile_n, self.dtype, stages)
         return k, transposed.rewritten(v, self.rewriters)
 
-    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> tuple:
-        return ValueTransposer(v, warp, lane, self.rewriters), self.states
+    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> ValueTransposer:
+        return ValueTransposer(v, warp, lane, self.rewriters)
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but warpgroups take no turns, which cost up to 6%."""
@@ -105,5 +100,5 @@ class Fp8Keys(SixteenBits):
         )
         return k, v
 
-    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> tuple:
-        return CacheConverter.of(k, v, warp, lane, self.rewriters), (self.states,) * 2
+    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> CacheConverter:
+        return CacheConverter.of(k, v, warp, lane, self.rewriters)

@@ -34,8 +34,9 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 
 
 class Fragments(NamedTuple):
-    """One thread's operands: descriptors q, k and vt; registers acc_O and p.
-    In FP8, p is in words of four values: single values would be packed at each use."""
+    """One thread's operands: descriptors q, k and vt; registers acc_O and p. Where Q K^T takes Q
+    from registers, q is these. In FP8, p is in words of four values: single values would be packed
+    at each use."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -51,13 +52,15 @@ class Mmas(NamedTuple):
     pv: cute.TiledMma
 
     @classmethod
-    def of(cls, dtype, tile_n: int, columns_pv: int) -> "Mmas":
+    def of(
+        cls, dtype, tile_n: int, columns_pv: int, source_q=warpgroup.OperandSource.SMEM
+    ) -> "Mmas":
         """The WGMMAs of 64 rows and `tile_n` keys; `columns_pv` of V."""
         k_major = OperandMajorMode.K
         major_v = k_major if dtype.width == 8 else OperandMajorMode.MN
         types, shape_v = (dtype, dtype), (ROWS, columns_pv)
         qk = sm90.make_trivial_tiled_mma(
-            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, tile_n)
+            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, tile_n), source_q
         )
         pv = sm90.make_trivial_tiled_mma(
             *types, k_major, major_v, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
@@ -76,8 +79,13 @@ class Mmas(NamedTuple):
             sVt = cute.composition(sV, vt_layout)
             p = cute.make_rmem_tensor(self.shape_S(tile_n), sV.element_type)
         shape_O = self.pv.partition_shape_C((ROWS, cute.size(sVt, mode=[0])))
+        if self.qk.op.a_src == warpgroup.OperandSource.RMEM:
+            shape_q = self.qk.partition_shape_A((ROWS, cute.size(sQ, mode=[1])))
+            q = cute.make_rmem_tensor(shape_q, sQ.element_type)
+        else:
+            q = self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(sQ))
         return Fragments(
-            self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(sQ)),
+            q,
             self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sK)),
             self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sVt)),
             cute.make_rmem_tensor(shape_O, Float32),

@@ -8,6 +8,7 @@ Each lane converts 16 bytes at a time: one chunk of a loaded row, two chunks of 
 lanes of a warp are spread over rows and chunks so that neither side has bank conflicts.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, pipeline
 
-from fa3.primitives.attention import BlockStream
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.pipelines import thread_pipeline
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
@@ -28,36 +28,16 @@ MOST_SCALED = 120  # exponent of the largest power of two that queries are multi
 CONVERTED = Float16  # element type of queries and of blocks that are multiplied
 
 
-class LanePlace:
-    """Where a lane's chunks are among the rows of its warp."""
-
-    def __init__(self, width: int, lane):
-        self.width = width  # bytes of a loaded row in its box
-        self.rows = 16 if width == 32 else 8  # that a warp converts at once
-        if width == 128:
-            # Eight lanes load chunks of rows r and r ^ 5: bit 2 separates the loads of the two
-            # rows, bit 0 the stores.
-            self.row = (lane // 8) ^ (lane // 4 % 2 * 5)
-        else:
-            self.row = lane // (width // CHUNK)
-        self.chunk = lane % (min(width, 64) // CHUNK)  # in 64 bytes of the row
-
-    def swizzle(self, width: int):
-        """What the swizzle of rows of `width` bytes adds to the lane's chunks, by exclusive or."""
-        return swizzle_of(self.row, width)
-
-
 def swizzle_of(row, width: int):
     """What the swizzle of rows of `width` bytes does to numbers of chunks, by exclusive or."""
     return row // (128 // width) % (width // CHUNK)
 
 
-def block_of(tensor: cute.Tensor, offset, layout: cute.Layout) -> cute.Tensor:
-    """Elements of a buffer in shared memory from `offset` on, without its swizzle."""
-    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
-    space = cute.AddressSpace.smem
-    pointer = cute.make_ptr(tensor.element_type, address, space, assumed_align=CHUNK)
-    return cute.make_tensor(pointer, layout)
+def block_of(buffer: cute.Tensor, offset, elements: int) -> cute.Tensor:
+    """Elements of a buffer in shared memory from a byte on, without its swizzle."""
+    address, space = buffer.iterator.toint() + offset, cute.AddressSpace.smem
+    pointer = cute.make_ptr(buffer.element_type, address, space, assumed_align=CHUNK)
+    return cute.make_tensor(pointer, elements)
 
 
 @dataclass(frozen=True)
@@ -70,10 +50,21 @@ class BlockRewriter:
     lane: Int32
     warps: int  # how many rewrite
 
+    @property
+    def states(self) -> tuple:
+        """The first states of where blocks come from, and of where they go."""
+        user = pipeline.PipelineUserType
+        return tuple(
+            pipeline.make_pipeline_state(kind, cute.size(buffer, mode=[2]))
+            for kind, buffer in (
+                (user.Consumer, self.ring.loaded),
+                (user.Producer, self.ring.blocks),
+            )
+        )
+
     @cute.jit
-    def rewrite(self, _, states: tuple):
-        """Rewrite the next block; return the next states of `loading` and of `writing`."""
-        from_state, to_state = states
+    def rewrite(self, from_state, to_state):
+        """Rewrite the next block; return the next states."""
         self.ring.loading.consumer_wait(from_state)
         self.copy(from_state, to_state)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -92,90 +83,54 @@ class BlockRewriter:
 
 @dataclass(frozen=True)
 class BlockConverter(BlockRewriter):
-    """Converts blocks of K or of V to 16 bits."""
+    """Converts blocks of K or of V to 16 bits.
 
-    @cute.jit
+    At once a warp converts a piece of some rows: 64 bytes, or 32, of 8 rows, or of 16.
+    """
+
     def copy(self, from_state, to_state):
-        for box in cutlass.range_constexpr(self.sizes[1] // self.width):
-            for first in cutlass.range_constexpr(0, self.groups, CHUNKS_AT_ONCE // self.halves):
-                last = min(first + CHUNKS_AT_ONCE // self.halves, self.groups)
-                chunks = self.load(box, first, last, from_state.index)
-                if cutlass.const_expr(box + first == 0):
-                    self.ring.pipe.producer_acquire(to_state)
-                self.store(chunks, box, first, to_state.index)
+        loaded, blocks = self.ring.loaded, self.ring.blocks
+        tile_n, columns, _ = (cute.size(loaded, mode=[i]) for i in range(3))
+        width = min(box_bytes(columns, 1), 64)  # of a piece
+        groups = range(tile_n // self.warps * width // (CHUNK * WARP))
+        places = list(itertools.product(range(0, columns, width), groups))
+        for first in range(0, len(places), CHUNKS_AT_ONCE):
+            some = places[first : first + CHUNKS_AT_ONCE]
+            # All loads come first, which hides what they take.
+            chunks = [self.vector(loaded, from_state.index, *place).load() for place in some]
+            if first == 0:
+                self.ring.pipe.producer_acquire(to_state)
+            for (column, group), chunk in zip(some, chunks, strict=True):
+                converted = cute.make_rmem_tensor((VECTOR, 2), blocks.element_type)
+                converted.store(chunk.to(blocks.element_type).reshape((VECTOR, 2)))
+                for i in range(2):
+                    target = self.vector(blocks, to_state.index, column, group, i)
+                    cute.autovec_copy(converted[None, i], target)
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """(tile_n, columns)"""
-        tile_n, columns, _ = (cute.size(self.ring.loaded, mode=[i]) for i in range(3))
-        return tile_n, columns
-
-    @property
-    def width(self) -> int:
-        return box_bytes(self.sizes[1], 1)
-
-    @property
-    def halves(self) -> int:
-        """Chunks of a lane in a row of a box."""
-        return max(1, self.width // 64)
-
-    @property
-    def groups(self) -> int:
-        """Groups of rows of a block that each warp converts, one after the other."""
-        return self.sizes[0] // (self.warps * LanePlace(self.width, 0).rows)
-
-    def row(self, place: LanePlace, group: int):
-        """The lane's row in a group of its warp."""
-        return self.warp * (self.groups * place.rows) + place.row + group * place.rows
-
-    @cute.jit
-    def load(
-        self, box: cutlass.Constexpr, first: cutlass.Constexpr, last: cutlass.Constexpr, stage
-    ) -> cute.Tensor:
-        """This lane's chunks of groups of a box of a loaded block, (16, groups, halves)."""
-        (tile_n, columns), width = self.sizes, self.width
-        place = LanePlace(width, self.lane)
-        groups = last - first
-        chunks = cute.make_rmem_tensor((CHUNK, groups, self.halves), self.ring.loaded.element_type)
-        row = self.row(place, first)
-        layout = cute.make_layout((CHUNK, groups), stride=(1, place.rows * width))
-        for half in cutlass.range_constexpr(self.halves):
-            chunk = (4 * half + place.chunk) ^ place.swizzle(width)
-            offset = stage * (tile_n * columns) + row * width + chunk * CHUNK
-            source = block_of(self.ring.loaded, offset + box * tile_n * width, layout)
-            for group in cutlass.range_constexpr(groups):
-                cute.autovec_copy(source[None, group], chunks[None, group, half])
-        return chunks
-
-    @cute.jit
-    def store(self, chunks: cute.Tensor, box: cutlass.Constexpr, first: cutlass.Constexpr, stage):
-        """Convert the lane's chunks of groups from `first` on, and write them to a block."""
-        (tile_n, columns), width = self.sizes, min(128, 2 * self.width)
-        place = LanePlace(self.width, self.lane)
-        _, groups, halves = chunks.shape
-        row, in_row = self.row(place, first), width // 2
-        layout = cute.make_layout(
-            (VECTOR, groups, halves), stride=(1, place.rows * in_row, tile_n * in_row)
-        )
-        targets = []
-        for i in cutlass.range_constexpr(2):
-            chunk = (2 * place.chunk + i) ^ place.swizzle(width)
-            offset = stage * (tile_n * columns) + row * in_row + chunk * VECTOR
-            offset = offset + box * halves * tile_n * in_row
-            targets.append(block_of(self.ring.blocks, offset, layout))
-        for half in cutlass.range_constexpr(halves):
-            for group in cutlass.range_constexpr(groups):
-                values = cute.make_rmem_tensor((VECTOR, 2), self.ring.blocks.element_type)
-                source = chunks[None, group, half].iterator
-                pair = cute.make_tensor(source, cute.make_layout((VECTOR, 2)))
-                values.store(pair.load().to(self.ring.blocks.element_type))
-                for i in cutlass.range_constexpr(2):
-                    cute.autovec_copy(values[None, i], targets[i][None, group, half])
+    def vector(self, buffer: cute.Tensor, stage, column: int, group: int, i: int = 0):
+        """This lane's 16 bytes of a piece that begins at `column` of a group of rows; in 16 bits
+        the first or second of its two. Without the buffer's swizzle, so that only what depends on
+        lane and stage is computed."""
+        tile_n, columns, _ = (cute.size(buffer, mode=[i]) for i in range(3))
+        size = buffer.element_type.width // 8
+        width, of_loaded = box_bytes(columns, size), box_bytes(columns, 1)
+        piece = min(of_loaded, 64) // CHUNK  # chunks of a row
+        row, chunk = self.lane // piece, size * (self.lane % piece) + i
+        if of_loaded == 128:
+            # Eight lanes load chunks of rows r and r ^ 5: bit 2 separates the loads of the two
+            # rows, bit 0 the stores.
+            row = (self.lane // 8) ^ (self.lane // 4 % 2 * 5)
+        box, rest = divmod(size * column, width)
+        row_of_warp = self.warp * (tile_n // self.warps) + row
+        address = stage * (tile_n * columns * size) + row_of_warp * width
+        address += ((rest // CHUNK + chunk) ^ swizzle_of(row, width)) * CHUNK
+        address += (box * tile_n + group * (WARP // piece)) * width
+        return block_of(buffer, address, CHUNK // size)
 
 
 @dataclass(frozen=True)
 class CacheConverter:
-    """Converts blocks of K and V, with a few warps."""
+    """Converts blocks of K and V, with a few warps, in the consumers' order."""
 
     k: BlockConverter
     v: BlockConverter
@@ -185,15 +140,20 @@ class CacheConverter:
         """What converts the blocks of two `BlockRing`s."""
         return cls(*(BlockConverter(ring, *warp_and_lane) for ring in (k, v)))
 
+    @property
+    def states(self) -> tuple:
+        """The first states, of K and of V."""
+        return self.k.states, self.v.states
+
     @cute.jit
-    def run(self, begin, end, states: tuple) -> tuple:
-        """Convert a tile's blocks from `end - 1` down to `begin`; return the next states."""
+    def run(self, count, states: tuple) -> tuple:
+        """Convert so many blocks, K one block ahead of V; return the next states."""
         k_states, v_states = states
-        stream = BlockStream(lambda n_block: n_block, self.k.rewrite, self.v.rewrite)
-        n_block = end - 1
-        place, k_states = stream.first(n_block, k_states)
-        place, k_states, v_states = stream.rest(begin, n_block, place, k_states, v_states)
-        return stream.last(place, k_states, v_states)
+        k_states = self.k.rewrite(*k_states)
+        for _ in cutlass.range(count - 1, unroll=1):
+            k_states = self.k.rewrite(*k_states)
+            v_states = self.v.rewrite(*v_states)
+        return k_states, self.v.rewrite(*v_states)
 
 
 @dataclass(frozen=True)
@@ -225,15 +185,6 @@ class ConvertedPipeline:
     def consumer_release(self, state):
         with cute.arch.elect_one():
             self.pipe.consumer_release(state)
-
-
-def rewriter_states(loaded_stages: int, stages: int) -> tuple:
-    """The first states of a warp that takes loaded blocks and makes others of them."""
-    user = pipeline.PipelineUserType
-    return (
-        pipeline.make_pipeline_state(user.Consumer, loaded_stages),
-        pipeline.make_pipeline_state(user.Producer, stages),
-    )
 
 
 @cute.jit

@@ -160,10 +160,10 @@ class ValueTransposer(BlockRewriter):
     """
 
     @cute.jit
-    def run(self, begin, end, states: tuple) -> tuple:
-        """Transpose the `end - begin` blocks of V of a tile; return the next states."""
-        for _ in cutlass.range(end - begin, unroll=1):
-            states = self.rewrite(None, states)
+    def run(self, count, states: tuple) -> tuple:
+        """Transpose so many blocks of V; return the next states."""
+        for _ in cutlass.range(count, unroll=1):
+            states = self.rewrite(*states)
         return states
 
     @cute.jit

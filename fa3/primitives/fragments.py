@@ -108,6 +108,14 @@ def write_fragment(fragment: cute.Tensor, tiled_mma: cute.TiledMma, thread, targ
     cute.copy(atom, copy.retile(fragment), copy.partition_D(target))
 
 
+@cute.jit
+def read_fragment(source: cute.Tensor, tiled_mma: cute.TiledMma, thread, fragment: cute.Tensor):
+    """Read a thread's part of a 16-bit A operand from shared memory, (rows, columns)."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), source.element_type)
+    copy = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread)
+    cute.copy(atom, copy.partition_S(source), copy.retile(fragment))
+
+
 class Position(NamedTuple):
     """The position of a score, as a user's function sees it.
 
