@@ -245,9 +245,8 @@ def prepare_call(call: AttentionCall, options: Options) -> PreparedAttention:
 
 def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     """Plan a dense call; the fields of its `PreparedAttention`."""
-    device, pack_gqa, schedule, plan = (
-        call.q.device, options.pack_gqa, options.schedule, options.plan,
-    )  # fmt: skip
+    device, pack_gqa = call.q.device, options.pack_gqa
+    schedule, plan = options.schedule, options.plan
     problem, is_planned = call.problem(options), not (schedule is plan is None)
     gpu = gpu_for_call(device, options.sm_margin)
     if plan is not None:
@@ -270,9 +269,7 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     elif plan is None:
         plan = plan_forward(problem, gpu, schedule=schedule)
     kernels = PreparedPlan.of(plan, device)
-    return {
-        "kernels": kernels, "problem": problem, "num_sms": plan.gpu.num_sms,
-    }  # fmt: skip
+    return {"kernels": kernels, "problem": problem, "num_sms": plan.gpu.num_sms}
 
 
 def problem_posed_by(
@@ -355,10 +352,8 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    return {
-        "kernels": packed_call(signature, device.type == "cuda"), "problem": problem,
-        "num_sms": gpu.num_sms,
-    }  # fmt: skip
+    kernels = packed_call(signature, device.type == "cuda")
+    return {"kernels": kernels, "problem": problem, "num_sms": gpu.num_sms}
 
 
 # ---------------------------------------------------------------------------- calls on a cache
@@ -411,12 +406,8 @@ class PreparedAppend:
         sequences get different numbers of them or have different numbers of queries. Otherwise
         `seqlen_new` says how many keys each sequence has beyond those.
         """
-        q, k, cos, ends_q = (
-            values["q"],
-            values["k_new"],
-            values["rotary_cos"],
-            values["cu_seqlens_q"],
-        )
+        q, k = values["q"], values["k_new"]
+        cos, ends_q = values["rotary_cos"], values["cu_seqlens_q"]
         seqlens, ends_new, total = values["seqused_k"], values["cu_seqlens_k_new"], None
         if ends_new is ends_q is None:
             values["seqlen_new"] = k.shape[1]
