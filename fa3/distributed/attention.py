@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fa3.calls.backward import wants_gradient
 from fa3.calls.call import AttentionCall, check_tensor, describe_tensors
@@ -117,8 +116,6 @@ OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
 MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
 SIGNATURE = inspect.signature(flash_attn_func)
 
-Groups = tuple[dist.ProcessGroup, ...]
-
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def latest_over_ranks(*_: object) -> FastPath[Hops | Ulysses]:
@@ -161,7 +158,7 @@ def attend_over_ranks(
 
 
 def method_of(
-    named: dict[str, Any], groups: Groups, seqlen: Any, is_packed: bool, compares: bool
+    named: dict[str, Any], groups: tuple, seqlen: Any, is_packed: bool, compares: bool
 ) -> Hops | Ulysses:
     """Check a call, on all ranks if they compare it; return what computes it.
     The first group has all ranks; there may be two more, of a mesh."""
@@ -250,7 +247,7 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare(call: tuple, seqlen: int, groups: Groups) -> Hops | Ulysses:
+def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     """Return what computes a call, with all that does not depend on what its tensors hold."""
     described, asked, layout, method = call
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]

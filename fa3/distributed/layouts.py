@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
-from fa3.distributed.exchange import Group, Split, agree_on_rows, groups_of, orders
+from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, groups_of, orders
 from fa3.distributed.transfer import Runs
 
 
@@ -57,11 +57,21 @@ class SequenceLayout:
         rows, group = x.movedim(dim, 0), groups_of(group)[0]
         asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
         split = self.split(agree_on_rows(self, group, len(rows), asked), group)
-        sent = rows.float() if rows.requires_grad else rows
-        sent = F.pad(sent, [0, 0] * (x.ndim - 1) + [0, max(split.rows) - len(rows)])
-        parts = zip(all_gather(sent, group), split.rows, strict=True)
-        by_rank = torch.cat([part[:count] for part, count in parts]).to(x.dtype)
-        return by_rank[orders(split.chunks, x.device)[1]].movedim(0, dim)
+        padding = [0, 0] * (x.ndim - 1) + [0, max(split.rows) - len(rows)]
+
+        def run(rows: Tensor) -> tuple[Tensor, tuple]:
+            sent = F.pad(rows, padding)
+            parts = [torch.empty_like(sent) for _ in split.rows]
+            dist.all_gather(parts, sent, group)
+            by_rank = torch.cat([x[:n] for x, n in zip(parts, split.rows, strict=True)])
+            return by_rank[orders(split.chunks, x.device)[1]], ()
+
+        def run_back(gradient: Tensor) -> tuple[Tensor]:
+            dist.all_reduce(gradient := gradient.float().contiguous(), group=group)
+            return (self.shard(gradient, 0, group),)
+
+        (whole,) = OverRanks.apply(run, run_back, rows)
+        return whole.movedim(0, dim)
 
     def positions(
         self, seqlen: int, group: Group = None, device: torch.device | str | None = None

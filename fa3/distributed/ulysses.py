@@ -38,10 +38,6 @@ class Ulysses:
     transfers: dict[str, Transfer]
     is_shared: bool
 
-    def exchanged(self, name: str, *tensors: Any) -> list[Any]:
-        """Return all rows of this rank's heads, or all heads of its rows."""
-        return self.transfers[name].start(tensors)()
-
     def modifiers_of(self, modifiers: tuple) -> tuple[Tensor | None, ...]:
         """Return the slopes and sinks of this rank's heads."""
         mine = (None if x is None else x.unflatten(-1, (self.count, -1)) for x in modifiers)
@@ -51,9 +47,8 @@ class Ulysses:
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
-        q, k, v = self.exchanged("qkv", q, k, v)
-        read = self.modifiers_of(modifiers)
-        out, lse, saved = self.inside.forward(q, k, v, read, returns_lse)
+        q, k, v = self.transfers["qkv"].start((q, k, v))()
+        out, lse, saved = self.inside.forward(q, k, v, self.modifiers_of(modifiers), returns_lse)
         named = ("out, lse", out, lse.mT[..., None]) if returns_lse else ("out", out)
         wait = self.transfers[named[0]].start(named[1:])
         if self.is_shared:
@@ -70,14 +65,11 @@ class Ulysses:
         if d_out is None and d_lse is not None:
             ((_, columns, kind),) = self.transfers["out"].kinds
             d_out = d_lse.new_zeros(*d_lse.mT.shape, columns, dtype=kind)
-        if d_lse is None:
-            (d_out,) = self.exchanged("d_out", d_out)
-        else:
-            d_out, d_lse = self.exchanged("d_out, d_lse", d_out, d_lse.mT[..., None])
-            d_lse = d_lse.squeeze(3).mT
-        read = self.modifiers_of(modifiers)
-        *grads, mine = self.inside.backward(read, d_out, d_lse, *saved)
-        dq, dk, dv = self.exchanged("dq, dk, dv", *grads)
+        sent: list[Any] = [d_out] if d_lse is None else [d_out, d_lse.mT[..., None]]
+        d_out, *of_lse = self.transfers[("d_out", "d_out, d_lse")[len(sent) - 1]].start(sent)()
+        d_lse = of_lse[0].squeeze(3).mT if of_lse else None
+        *grads, mine = self.inside.backward(self.modifiers_of(modifiers), d_out, d_lse, *saved)
+        dq, dk, dv = self.transfers["dq, dk, dv"].start(grads)()
         if self.copies > 1:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
         d_sinks = None
