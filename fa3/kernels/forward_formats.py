@@ -12,7 +12,13 @@ from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
 from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.fp8_blocks import CacheConverter
-from fa3.primitives.fp8_compute import TRANSPOSERS, ValueTransposer, attention_and_columns
+from fa3.primitives.fp8_compute import (
+    MOST_REGISTERS,
+    TRANSPOSERS,
+    Fp8Attention,
+    TwoLevelAttention,
+    ValueTransposer,
+)
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
 
 FIRST_TURN_BARRIER = 1
@@ -76,9 +82,12 @@ class Fp8Products(SixteenBits):
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but warpgroups take no turns, which cost up to 6%."""
-        sizes = self.config.tile_n, self.columns_v, self.config.one_level
-        attention, columns = attention_and_columns(*sizes)
-        return attention, Mmas.of(self.dtype, self.config.tile_n, columns), NoPingPong()
+        tile_n, columns = self.config.tile_n, self.columns_v
+        if self.config.one_level:
+            return Fp8Attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
+        if tile_n // 8 + columns > MOST_REGISTERS:
+            columns //= 2  # P, O and P V do not fit the registers.
+        return TwoLevelAttention.of, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
 
     def reference(self, bound: float) -> RowMax:
         return RowMax.EXACT

@@ -9,6 +9,7 @@ from cutlass import Float8E4M3FN, Int64
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives.fp8_blocks import CONVERTED, ConvertedPipeline
+from fa3.primitives.pipelines import thread_pipeline
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.wgmma import ROWS
 
@@ -100,8 +101,8 @@ class BlockMemory:
         kind, layout = self.loaded_type, self.loaded_layout
         loaded = fields.loaded.get_tensor(layout.outer, swizzle=layout.inner)
         loading = new_pipeline(fields.loaded_barriers, kind, layout, self.rewriters)
-        pipe = ConvertedPipeline.create(fields.barriers, self.stages, self.rewriters, readers)
-        return BlockRing(blocks, pipe, loaded, loading)
+        pipe = thread_pipeline(fields.barriers, self.stages, self.rewriters, readers)
+        return BlockRing(blocks, ConvertedPipeline(pipe), loaded, loading)
 
 
 def room(dtype: type, elements: int):

@@ -17,9 +17,8 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.pipelines import thread_pipeline
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 
 CHUNK = 16  # bytes of a chunk: what a lane loads at once, and the unit of a swizzle
 CHUNKS_AT_ONCE = 8  # chunks that a lane has in registers, which hides what loads take
@@ -31,13 +30,6 @@ CONVERTED = Float16  # element type of queries and of blocks that are multiplied
 def swizzle_of(row, width: int):
     """What the swizzle of rows of `width` bytes does to numbers of chunks, by exclusive or."""
     return row // (128 // width) % (width // CHUNK)
-
-
-def block_of(buffer: cute.Tensor, offset, elements: int) -> cute.Tensor:
-    """Elements of a buffer in shared memory from a byte on, without its swizzle."""
-    address, space = buffer.iterator.toint() + offset, cute.AddressSpace.smem
-    pointer = cute.make_ptr(buffer.element_type, address, space, assumed_align=CHUNK)
-    return cute.make_tensor(pointer, elements)
 
 
 @dataclass(frozen=True)
@@ -122,10 +114,12 @@ class BlockConverter(BlockRewriter):
             row = (self.lane // 8) ^ (self.lane // 4 % 2 * 5)
         box, rest = divmod(size * column, width)
         row_of_warp = self.warp * (tile_n // self.warps) + row
-        address = stage * (tile_n * columns * size) + row_of_warp * width
-        address += ((rest // CHUNK + chunk) ^ swizzle_of(row, width)) * CHUNK
-        address += (box * tile_n + group * (WARP // piece)) * width
-        return block_of(buffer, address, CHUNK // size)
+        offset = stage * (tile_n * columns * size) + row_of_warp * width
+        offset += ((rest // CHUNK + chunk) ^ swizzle_of(row, width)) * CHUNK
+        offset += (box * tile_n + group * (WARP // piece)) * width
+        address, space = buffer.iterator.toint() + offset, cute.AddressSpace.smem
+        pointer = cute.make_ptr(buffer.element_type, address, space, assumed_align=CHUNK)
+        return cute.make_tensor(pointer, CHUNK // size)
 
 
 @dataclass(frozen=True)
@@ -163,14 +157,7 @@ class ConvertedPipeline:
     One lane of a warp arrives for its warp.
     """
 
-    pipe: pipeline.PipelineAsync
-
-    @classmethod
-    def create(
-        cls, barriers, stages: int, warps: int, consumers: int = WARPS
-    ) -> "ConvertedPipeline":
-        """The pipeline of so many producer and consumer warps; a stage has two mbarriers."""
-        return cls(thread_pipeline(barriers, stages, warps, consumers))
+    pipe: pipeline.PipelineAsync  # of so many producers and consumers as there are warps
 
     def producer_acquire(self, state):
         self.pipe.producer_acquire(state)

@@ -15,7 +15,6 @@ Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transpos
 DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -139,17 +138,6 @@ class TwoLevelAttention(Fp8Attention):
             self.factors[r] = factor
 
 
-def attention_and_columns(
-    tile_n: int, columns_v: int, one_level: bool
-) -> tuple[Callable[..., Fp8Attention], int]:
-    """What makes the attention of a tile, and columns of V that one P V takes. Of two levels it
-    takes half of them if P, O and P V do not fit the registers."""
-    if one_level:
-        return Fp8Attention, columns_v
-    is_whole = tile_n // 8 + columns_v <= MOST_REGISTERS
-    return TwoLevelAttention.of, columns_v if is_whole else columns_v // 2
-
-
 @dataclass(frozen=True)
 class ValueTransposer(BlockRewriter):
     """Transposes blocks of V to (columns, tile_n), with keys in the key order.
@@ -178,8 +166,12 @@ class ValueTransposer(BlockRewriter):
         key = 8 * (matrix % 2) + row
         column = 16 * (matrix // 2) + 2 * row + (matrix % 2 ^ row // 4)
         block = tile_n * columns
-        source = place_in_buffer(self.ring.loaded, from_state.index * block + key * width)
-        target = place_in_buffer(self.ring.blocks, to_state.index * block + column * length)
+        # Without the swizzles of the buffers.
+        begin, begin_t = (
+            Int32(one.iterator.toint()) for one in (self.ring.loaded, self.ring.blocks)
+        )
+        source = begin + (from_state.index * block + key * width)
+        target = begin_t + (to_state.index * block + column * length)
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
         for i in cutlass.range_constexpr(tile_n // CHUNK // self.warps):
             piece = self.warp * (tile_n // CHUNK // self.warps) + i
@@ -196,7 +188,7 @@ class ValueTransposer(BlockRewriter):
                     loads.append(load_transposed(address))
                 for j, words in zip(groups, loads, strict=True):
                     rows = [
-                        permuted(words[pair], words[pair + 1], selector)
+                        Uint32(cute.arch.prmt(words[pair], words[pair + 1], selector))
                         for pair in (0, 2)
                         for selector in (one, other)
                     ]
@@ -218,13 +210,3 @@ def store_matrices(address, rows: list[Uint32]) -> None:
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *rows],
     )
-
-
-def place_in_buffer(tensor: cute.Tensor, offset) -> Int32:
-    """The address in shared memory of a byte of a buffer, without its swizzle."""
-    return Int32(tensor.iterator.toint()) + offset
-
-
-def permuted(low, high, selector) -> Uint32:
-    """Four bytes of two registers."""
-    return Uint32(cute.arch.prmt(low, high, selector))
