@@ -208,6 +208,26 @@ def test_two_methods_in_a_mesh(ranks, layout, method, name):
         assert max(errors) < 0.02, errors
 
 
+def call_in_mesh_wrongly(group):
+    """Return the refusals of a method, of heads that do not divide, and of a mesh without names."""
+    q, three = seeded(1, 8, 4, 16), seeded(1, 8, 3, 16)
+    named = {"layout": zigzag, "group": mesh_of_two("cpu"), "seqlen": 32}
+    nameless = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    return [
+        refusal(flash_attn_func, q, q, q, method="ulysses", **named),
+        refusal(flash_attn_func, three, three, three, **named),
+        refusal(flash_attn_func, q, q, q, **named | {"group": nameless}),
+    ]
+
+
+@ON_CPU
+def test_what_a_mesh_refuses(ranks):
+    starts = "method must be gather, ring or auto", "heads_q must be a multiple of 2", "group must"
+    for texts in ranks.run(4, call_in_mesh_wrongly):
+        for text, start in zip(texts, starts, strict=True):
+            assert text.startswith(f"ValueError: {start}"), text
+
+
 @pytest.mark.timeout(120)
 def test_eight_ranks(tmp_path):
     """More than key/value heads, and chunks of two or three rows."""
