@@ -123,9 +123,8 @@ def join_wrongly(group, wrong):
     layout = zigzag
     if group.rank() == 1:
         layout = contiguous if wrong == "layout" else zigzag
-        rows = {"rows": rows[:, :2], "shape": rows.new_zeros(1, 4, 4), "dtype": rows.half()}.get(
-            wrong, rows
-        )
+        rows = {"rows": rows[:, :2], "shape": rows.new_zeros(1, 4, 4), "dtype": rows.half(),
+                "grad": rows.clone().requires_grad_()}.get(wrong, rows)  # fmt: skip
     return refusal(layout.unshard, rows, group=group)
 
 
@@ -136,6 +135,7 @@ def join_wrongly(group, wrong):
         "shape": r"shape must be the same on all ranks, got .* 3\) on rank 0 and .* 4\) on rank 1",
         "dtype": "dtype must be the same on all ranks, got torch.float32 on rank 0",
         "layout": "layout must be the same on all ranks, got Zigzag",
+        "grad": "requires_grad must be the same on all ranks, got False on rank 0 and True on rank",
     }.items(),
 )
 def test_all_ranks_refuse_what_they_disagree_on(ranks, wrong, message):

@@ -51,11 +51,11 @@ class SequenceLayout:
         The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
 
         Raises:
-            ValueError: on all ranks: they differ in shape or dtype, or one has other rows than the
-                layout gives it.
+            ValueError: on all ranks: shape, dtype or requires_grad differ, or rows do not fit.
         """
         rows, group = x.movedim(dim, 0), groups_of(group)[0]
         asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
+        asked["requires_grad"] = rows.requires_grad  # says what is sent
         split = self.split(agree_on_rows(self, group, len(rows), asked), group)
         padding = [0, 0] * (x.ndim - 1) + [0, max(split.rows) - len(rows)]
 
