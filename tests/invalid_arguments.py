@@ -505,6 +505,7 @@ METADATA = [
     ("packed_metadata", "seqused_k", {"cache_seqlens": integers(3, -2, 0, 0)}, "...-2"),
     # As an argument.
     ("cache varlen", "scheduler_metadata", 3, TYPE, "must come from get_scheduler_metadata"),
+    ("cache varlen", "scheduler_metadata", [1], TYPE, "must come from...got list"),
     ("cache", "scheduler_metadata", torch.zeros(3), TYPE, "must come from"),
     ("cache", "scheduler_metadata", fa3.SchedulerMetadata, TYPE, "must...the class SchedulerMetad"),
     *(
@@ -557,6 +558,7 @@ FLASH_ATTENTION_3 = [
     ("forward", "page_table", {"cu_seqlens_k": ENDS, "page_table": ENDS}, "must be None with"),
     ("forward", "seqused_q", {"seqused_k": ENDS[:2], "seqused_q": ENDS[:2]}, "must be None"),
     ("backward", "dq dk dv dout softmax_lse", None, TYPE, f"{NO_TENSOR} NoneType"),
+    ("backward", "q", to_fp8, TYPE, "must be torch.bfloat16 or torch.float16, got torch.float8"),
     ("backward", "dk", OUT, "must have shape (2, 30, 2, 64)"),
     ("backward", "dv", torch.zeros(2, 30, 2, 64), TYPE, "must be torch.bfloat16"),
     ("backward", "out", OUT[:, :19], "must have shape"),

@@ -247,6 +247,8 @@ def test_another_default_device_changes_nothing():
         torch.set_default_device(None)
     assert_same_bits(before, after)
     assert metadata == get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
+    with pytest.raises(TypeError, match="must come from get_scheduler_metadata, got tuple"):
+        run(call, scheduler_metadata=tuple(metadata))
     assert torch.equal(full, flash_attn_func(call["q"], call["k"], call["v"]))
 
 

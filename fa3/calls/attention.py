@@ -510,9 +510,14 @@ def run_call(
     """What a public function returns."""
     q, k, v, ends_q = values["q"], values["k"], values["v"], values["cu_seqlens_q"]
     slopes, sinks, out = values["alibi_slopes"], values["sinks"], values["out"]
+    metadata = values["scheduler_metadata"]
+    if not (metadata is None or isinstance(metadata, SchedulerMetadata)):
+        # Before options are looked up: a tuple may equal metadata, a list has no hash.
+        came = kind_of(metadata)
+        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
     if is_traced(q):
         return trace_attention(kind, passed, values)
-    score, mask, metadata = values["score"], values["mask"], values["scheduler_metadata"]
+    score, mask = values["score"], values["mask"]
     has_gradient, read, longest = False, (), None
     if WITH_GRADIENT[kind]:
         try:

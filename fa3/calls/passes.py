@@ -15,6 +15,7 @@ from fa3.calls import operators
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.eager import in_memory, is_traced
 from fa3.calls.operands import (
+    DTYPES,
     check_apart,
     check_device,
     check_dtype,
@@ -290,6 +291,7 @@ def flash_attn_backward(
     with torch.no_grad():
         traced = is_traced(q)
         if not traced:
+            check_dtype("q", describe("q", q), *DTYPES)
             check_targets(targets, accumulate_dkv)
         if cu_seqlens_q is None:
             check_absent("without cu_seqlens_q", lengths | longest)

@@ -35,9 +35,7 @@ from fa3.calls.operands import (
     hide_all_keys,
 )
 from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
-from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.calls.tuned_plans import plan_call
-from fa3.complaints import kind_of
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning import routes
 from fa3.planning.plan import Plan, check_plan
@@ -228,14 +226,10 @@ def prepare_call(call: AttentionCall, options: Options) -> PreparedAttention:
         call: `without_lengths`.
     """
     check_settings()
-    metadata = options.scheduler_metadata
-    if not isinstance(metadata, SchedulerMetadata | None):
-        came = kind_of(metadata)
-        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
     check_tensors(call)
-    if metadata is not None:
-        metadata.check_call(call, options)
-        options = metadata.applied_to(options)
+    if options.scheduler_metadata is not None:
+        options.scheduler_metadata.check_call(call, options)
+        options = options.scheduler_metadata.applied_to(options)
     prepare = {DENSE: fields_of_dense, PACKED: fields_of_packed}.get(options.kind, fields_of_cached)
     return PreparedAttention.of(call, options, **prepare(call, options))
 
