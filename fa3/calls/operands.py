@@ -122,7 +122,7 @@ def check_head_dim(
     where: str = "",
     most: int = MAX_HEAD_DIM,
 ) -> None:
-    """Raise unless kernels can take rows of this length: of multiples of `unit`, `where` asks."""
+    """Raise unless kernels can take rows of this length. `where` says for what `unit` holds."""
     head_dim = operand.shape[-1]
     if head_dim % unit or not 0 < head_dim <= most:
         raise ValueError(

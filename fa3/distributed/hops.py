@@ -253,7 +253,7 @@ def packed_gather(call: RankCall) -> Hops:
 
 
 def keeps(call: RankCall) -> bool:
-    """Whether keys of all ranks are kept for the backward pass: no more than q and out then."""
+    """Whether keys of all ranks are kept for the backward pass: if no larger than q and out."""
     (heads, _), (heads_kv, _), _ = call.sizes
     return call.part.options.has_gradient and heads_kv * len(call.split.rows) <= heads
 

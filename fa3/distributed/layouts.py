@@ -55,7 +55,7 @@ class SequenceLayout:
         """
         rows, group = x.movedim(dim, 0), groups_of(group)[0]
         asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
-        asked["requires_grad"] = rows.requires_grad  # says what is sent
+        asked["requires_grad"] = rows.requires_grad  # else ranks would hang later
         split = self.split(agree_on_rows(self, group, len(rows), asked), group)
         padding = [0, 0] * (x.ndim - 1) + [0, max(split.rows) - len(rows)]
 

@@ -279,7 +279,7 @@ def general_tiling(spec: AttentionSpec) -> ForwardConfig:
 
 def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
     """The tiling with a warpgroup for each half of a tile, in single CTAs, with the online softmax.
-    For tiles that sequences share, and for keys in a cache: there the producer needs registers to
+    For tiles that sequences share, and for keys in a cache. There the producer needs registers to
     find pages, and queries come in chunks of few tiles."""
     rows = (row.config for row in TILINGS if row.config.consumers == HALVES and row.fits(spec))
     return replace(next(rows), cluster_m=1)

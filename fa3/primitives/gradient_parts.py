@@ -56,8 +56,8 @@ class KeyWork(NamedTuple):
 
 class KeySplit(NamedTuple):
     """How CTAs share a key tile. Its query heads are in equal sets. The blocks of a set's heads,
-    one head after another, are divided into equal parts: into `block_parts` at most, and into fewer
-    where few key tiles of the sequence follow, as they have less work under a causal mask."""
+    one head after another, are divided into equal parts, at most `block_parts`. Key tiles that few
+    others follow have fewer parts, as they have less work under a causal mask."""
 
     sets: Divisor  # sets of a key/value head
     block_parts: Int32  # most parts of a set

@@ -203,7 +203,7 @@ class PartCounter(NamedTuple):
     others: Int32  # parts of the tile besides this one
 
     def take_number(self) -> Int32:
-        """Count, as one thread, a nearly done part; return those before it."""
+        """Count a nearly done part, in one thread; return its number."""
         return cute.arch.atomic_add(self.place, Int32(HAS_COME), sem="relaxed", scope="gpu")
 
     def is_last(self, number: Int32) -> Boolean:
@@ -222,7 +222,7 @@ class PartCounter(NamedTuple):
             count = cute.arch.load(self.place, Int32, sem="acquire", scope="gpu")
 
     def reset(self):
-        """Leave the counter, as one thread, as before the launch."""
+        """Reset the counter for the next launch; one thread calls this."""
         cute.arch.store(self.place, Int32(0), sem="relaxed", scope="gpu")
 
 

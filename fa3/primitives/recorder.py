@@ -28,7 +28,7 @@ HEADER = 1
 
 
 class Recorder(NamedTuple):
-    """Writes notes to `words`, (HEADER + rows * fields,) int64, first zero."""
+    """Writes notes to `words`, (HEADER + rows * fields,) int64, zero before launches."""
 
     words: cute.Tensor
 

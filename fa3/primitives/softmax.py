@@ -227,7 +227,7 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
 
     def has_summed(self):
-        """Always true; unless it is ONLINE, the GPU first computes row sums."""
+        """Always true; unless references are ONLINE, row sums come first."""
         return True if self.reference is RowMax.ONLINE else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit

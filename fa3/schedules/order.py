@@ -208,7 +208,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, tile, blocks: Blocks, owner=None, partial=None, merging=None) -> "Segments":
-        """Segments with these key blocks, in arrays; whole tiles unless it is said of each."""
+        """Segments with these key blocks, in arrays; whole tiles without `partial`, `merging`."""
         full, whole = blocks.full_end - blocks.full_begin, np.zeros(len(tile), bool)
         kinds = (whole if one is None else one for one in (partial, merging))
         return cls(tile, full, blocks.end - blocks.begin - full, owner, *kinds)
@@ -480,7 +480,7 @@ def entries_of(schedule: TableSchedule) -> np.ndarray:
 
 
 def check_tiles(order: TileOrder, indices: np.ndarray, may_repeat: bool = False) -> None:
-    """Raise ValueError unless these are the numbers of all tiles, each once if it is not a part."""
+    """Raise ValueError unless these are all numbers of tiles, each once unless it `may_repeat`."""
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
         raise ValueError(
