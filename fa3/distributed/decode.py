@@ -42,7 +42,7 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks.
         k_cache, v_cache: this rank's part, as `fa3.flash_attn_with_kvcache` takes it.
         k, v: tokens to append to this rank's part; None on ranks that get none.
-        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+        group: a ProcessGroup, a DeviceMesh for its ranks, or None for all ranks.
         cache_seqlens: keys that this rank has of each sequence; may be 0.
         causal, window_size: only causal with a single query, as ranks do not know positions.
         sinks: (heads_q,), the same on all ranks.

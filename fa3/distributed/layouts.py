@@ -22,7 +22,7 @@ class SequenceLayout:
     """Base class of layouts.
 
     In all methods, seqlen counts the rows of the whole sequence; group is a ProcessGroup, a
-    DeviceMesh of one dimension, or None for all ranks. They raise a ValueError if the layout has
+    DeviceMesh for its ranks, or None for all ranks. They raise a ValueError if the layout has
     another length, or if this rank is not in the group.
     """
 
