@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from types import FunctionType
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +24,10 @@ from fa3.planning.backward import (
 from fa3.planning.key_split import KeyShares
 from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.gradient_parts import (
+    HEAD,
     RISE,
     KeySplit,
+    KeyWork,
     blocks_of_head,
     family_of,
     find_part,
@@ -36,6 +39,7 @@ from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_index import QueryHeadGroups
 from fa3.schedules.ragged import RaggedKeyOrder
+from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Blocks
 
 FULL = Window()
@@ -241,11 +245,23 @@ def test_parts_divide_key_tiles_at_the_same_blocks_in_a_fixed_order(block_parts,
 def test_no_key_tile_has_more_parts_than_there_is_room_for(window):
     """Also where the first key tile has less work than others, or where there are many."""
     lengths = (777, 1500), (1500, 700), (1024, 1024), (300, 4000), (1, 200), (135_000, 135_000)
+    # Where each number of blocks of a part was tried, choosing one took minutes.
+    lengths += ((1 << 26, 12_800),)
     for (seqlen_q, seqlen_k), heads in itertools.product(lengths, ((1, 1), (1, 3), (2, 8))):
         plan = BackwardPlan.of(make_problem(1, seqlen_q, seqlen_k, *heads, 128, window))
         parts = [plan.shares.parts_of_set(after) for after in range(plan.key_tiles_of_head)]
         assert parts == sorted(parts) and min(parts) >= 1 and max(parts) <= plan.shares.block_parts
         assert len(set(parts)) == 1 or plan.num_parts <= plan.gpu.num_sms
+        assert plan.num_parts == plan.heads * sum(parts)
+
+
+def test_ends_of_parts_of_the_longest_sequences_fit_into_32_bits():
+    count = LONGEST // 64
+    begin, end, none, count_32 = map(np.int32, (5, HEAD, 0, count))
+    work = KeyWork(none, none, none, none, 1, begin=begin, end=end)
+    with np.errstate(over="raise"):
+        walked = blocks_of_head(work, none, Blocks(none, none, *[count_32] * 2), none, count_32)
+    assert (walked.begin, walked.end) == (count * 5 // HEAD, count)
 
 
 @given(parts=st.integers(1, 20), order=st.randoms(use_true_random=False))

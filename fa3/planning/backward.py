@@ -330,7 +330,7 @@ class BackwardPlan(PlanBase):
     @property
     def num_parts(self) -> int:
         """Parts of all key tiles."""
-        return self.heads * sum(map(self.shares.parts_of_set, range(self.key_tiles_of_head)))
+        return self.heads * self.shares.parts_of_all(self.key_tiles_of_head)
 
     @property
     def groups_preprocessed(self) -> int:

@@ -5,6 +5,7 @@ few CTAs, and with a causal mask they differ in length. Then CTAs share a key ti
 stretch of the query blocks of the heads (`fa3.primitives.gradient_parts`).
 """
 
+import bisect
 import functools
 import heapq
 import math
@@ -65,6 +66,11 @@ class KeyShares(NamedTuple):
         """Parts of a set of query heads for a key tile that `after` others follow."""
         return parts_of_tile(self.block_parts, self.rise, after)
 
+    def parts_of_all(self, count: int) -> int:
+        """Parts of a set of query heads for all `count` key tiles of a sequence."""
+        rising = min(count, RISE * self.block_parts // self.rise)  # all others have `block_parts`
+        return sum(map(self.parts_of_set, range(rising))) + (count - rising) * self.block_parts
+
 
 class KeyTileWork(NamedTuple):
     """A key tile of one query head."""
@@ -117,11 +123,16 @@ def ways_to_share(
     count = 1 + min(tile.after for tile in tiles if tile.blocks == longest)
     work = group * sum(tile.blocks for tile in tiles)
     least = max(int(work / most_parts), longest // BLOCK_PARTS[-1], 1)
-    for size in range(least, group * longest):
-        way = KeyShares(1, -(-group * longest // size), RISE * group * longest // (count * size))
-        if sum(way.parts_of_set(tile.after) for tile in tiles) <= most_parts:
-            return [*ways, way]
-    return ways
+
+    def way(size: int) -> KeyShares:
+        """With so many blocks in a part; the longer parts are, the fewer a tile has."""
+        return KeyShares(1, -(-group * longest // size), RISE * group * longest // (count * size))
+
+    sizes, afters = range(least, group * longest), [tile.after for tile in tiles]
+    first = bisect.bisect_left(
+        sizes, True, key=lambda size: sum(map(way(size).parts_of_set, afters)) <= most_parts
+    )
+    return [*ways, *map(way, sizes[first : first + 1])]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

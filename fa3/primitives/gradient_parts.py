@@ -113,7 +113,9 @@ def blocks_of_head(work: KeyWork, h, blocks, first, count):
     """A part's query blocks of its head `h`, `fa3.scores.masks.Blocks`; there may be none.
     What parts divide are the `count` blocks from `first` on."""
     ends = (smaller(larger(end - h * HEAD, 0), HEAD) for end in (work.begin, work.end))
-    cuts = (first + count * end // HEAD for end in ends)
+    # So that 32 bits hold the products, however many blocks there are.
+    many, few = count // HEAD, count % HEAD
+    cuts = (first + many * end + few * end // HEAD for end in ends)
     return blocks.walked(*(smaller(larger(cut, blocks.begin), blocks.end) for cut in cuts))
 
 
