@@ -16,8 +16,8 @@ operands of dV and dK. dS goes through shared memory for dQ, which needs all key
 Roles per CTA (`fa3.kernels.backward_roles`)
     warpgroup 0    producer       one warp loads Q and dO, one K and V; the reduce warp adds dQ to
                                   the accumulator and signals finished key tiles; in a fixed order
-                                  the last warp signals each block; 32 registers a thread, 24 with
-                                  `q_splits`
+                                  the last warp signals these, and each block; 32 registers a
+                                  thread, 24 with `q_splits`
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys
                                   (`warpgroups_share_keys`), each half of the queries of S and dP,
                                   and half of the columns of dK and dV; at the end the conversion of

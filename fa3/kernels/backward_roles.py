@@ -319,15 +319,18 @@ class BackwardRoles:
                 reduction = DqReduction(self.kernel.pieces, dq, *memory, semaphore, is_zeroed)
                 states = state, added_state, pending
                 state, added_state, pending = reduction.all(walk, head, tile.work.batch, *states)
-            if cute.arch.lane_idx() == 0:
-                cute.arch.cp_async_bulk_wait_group(0)
-                tensors.fused.add_to_flag(self.head_group(cursor), ACCUMULATED, 1)
+            # In a fixed order `signal_blocks` does this.
+            if cutlass.const_expr(not self.kernel.is_ordered):  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    tensors.fused.add_to_flag(self.head_group(cursor), ACCUMULATED, 1)
             cursor = schedule.next(cursor)
 
     @cute.jit
     def signal_blocks(self):
-        """Signal query blocks to which this key tile has added, in order.
-        Then the next key tile may add to it."""
+        """Signal query blocks and key tiles that have been added, in order.
+        The next key tile may then add to such a block. The conversion of dQ takes a block without
+        a signal for one without a value. So the key tile is signalled after its blocks."""
         schedule, pipelines, stages = self.schedule, self.pipelines, self.config.stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
         cursor = schedule.begin(self.cursor)
@@ -342,6 +345,8 @@ class BackwardRoles:
                         semaphore.signal((walk.at(i), head, tile.work.batch))
                         pipelines.added.consumer_release(state)
                     state.advance()
+            with cute.arch.elect_one():
+                self.tensors.fused.add_to_flag(self.head_group(cursor), ACCUMULATED, 1)
             cursor = schedule.next(cursor)
 
     # ------------------------------------------------------------------------------ MMA warpgroups
