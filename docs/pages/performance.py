@@ -331,7 +331,10 @@ def page() -> str:
             "forward pass. *lognormal-64k*: 64 sequences of 64k tokens in all; *graph*: replayed "
             "from a CUDA graph. Memory is the most that torch's allocator held during the call, "
             "minus what it held before; results are included. The costs of `deterministic=True` "
-            "and dropout are in [benchmarks.md](benchmarks.md#gradients).\n",
+            "and dropout are in [benchmarks.md](benchmarks.md#gradients). Passes of few heads were "
+            "measured before long key tiles had more parts. On an H200, most passes of 1k and 2k then "
+            "took 0.76 to 0.97 of their time "
+            "([log](experiments.md#2026-11-27-long-key-tiles-in-more-parts)).\n",
             *backward_tables(BACKWARD, "burst"),
             "## Gradients, steady load\n",
             "The same, with the energy of a call. Cells that are missing here were not measured "
