@@ -229,7 +229,8 @@ def test_two_streams(deterministic, device):
 
 DETERMINISTIC = (
     make_problem(1, 300, 300, 2, head_dim=64),
-    make_problem(1, 150, 190, 2, 2, 64, Window(70, 20)),  # one key tile for each of two sums
+    # One key tile for each accumulator.
+    make_problem(1, 150, 190, 2, 2, 128, Window(70, 20)),
     make_problem(2, 1000, 1000, 2, 2, 128, CAUSAL),
     make_problem(1, 2000, 1500, 2, head_dim=64, window=CAUSAL),
     make_problem(2, 777, 1500, 1, 3, 128, Window(200, 30)),

@@ -332,8 +332,8 @@ def page() -> str:
             "from a CUDA graph. Memory is the most that torch's allocator held during the call, "
             "minus what it held before; results are included. The costs of `deterministic=True` "
             "and dropout are in [benchmarks.md](benchmarks.md#gradients). Passes of few heads were "
-            "measured before long key tiles had more parts. On an H200, most passes of 1k and 2k then "
-            "took 0.76 to 0.97 of their time "
+            "measured before long key tiles had more parts. On an H200, most passes of 1k and 2k "
+            "then took 0.76 to 0.97 of their time "
             "([log](experiments.md#2026-11-27-long-key-tiles-in-more-parts)).\n",
             *backward_tables(BACKWARD, "burst"),
             "## Gradients, steady load\n",

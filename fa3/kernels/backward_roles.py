@@ -301,7 +301,7 @@ class BackwardRoles:
 
     @cute.jit
     def reduce_dq(self):
-        """Add pieces of dQ to the accumulator, and signal finished key tiles."""
+        """Add pieces of dQ to the accumulator, and signal key tiles that are done."""
         config, schedule, tensors = self.config, self.schedule, self.tensors
         user = pipeline.PipelineUserType
         state = pipeline.make_pipeline_state(user.Consumer, self.kernel.pieces.in_flight)
@@ -319,7 +319,7 @@ class BackwardRoles:
                 reduction = DqReduction(self.kernel.pieces, dq, *memory, semaphore, is_zeroed)
                 states = state, added_state, pending
                 state, added_state, pending = reduction.all(walk, head, tile.work.batch, *states)
-            # In a fixed order `signal_blocks` does this.
+            # In a fixed order `signal_blocks` does that.
             if cutlass.const_expr(not self.kernel.is_ordered):  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(0)
