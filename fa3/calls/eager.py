@@ -127,7 +127,7 @@ def lies_nowhere(name: str, tensor: torch.Tensor) -> NotImplementedError:
 
 
 def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor that autograd brings to a backward pass, as it lies in memory; other values as such.
+    """Return a tensor of a backward pass, with memory to read; others as they are.
     The current stream waits for a collective that computes it. A gradient comes from other people's
     code, and so does a tensor that was kept, where hooks of saved tensors are active."""
     if not isinstance(tensor, torch.Tensor):

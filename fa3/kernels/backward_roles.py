@@ -152,7 +152,7 @@ class BackwardRoles:
         """The key tile of a cursor."""
         segment = self.schedule.segment(cursor)
         if self.kernel.splits:
-            # `m_block` counts parts of the sequence and head that follow.
+            # The order's `m_block` is the number of parts of the sequence and head that follow.
             split, left = self.tensors.shared.split, segment.tile.m_block
             after, before, parts = find_part(split.block_parts, split.rise, left)
             tile = segment.tile._replace(m_block=after)

@@ -101,9 +101,9 @@ class BlockConverter(BlockRewriter):
 
     def vector(self, buffer: cute.Tensor, stage, column: int, group: int, i: int = 0):
         """This lane's 16 bytes of a piece that begins at `column` of a group of rows; in 16 bits
-        the first or second of its two. Without the buffer's swizzle, so that only what depends on
-        lane and stage is computed."""
-        tile_n, columns, _ = (cute.size(buffer, mode=[i]) for i in range(3))
+        vector `i` of its two. Addresses are computed here, not by the buffer's swizzle, so that
+        only what depends on lane and stage is computed by the kernel."""
+        tile_n, columns, _ = (cute.size(buffer, mode=[mode]) for mode in range(3))
         size = buffer.element_type.width // 8
         width, of_loaded = box_bytes(columns, size), box_bytes(columns, 1)
         piece = min(of_loaded, 64) // CHUNK  # chunks of a row

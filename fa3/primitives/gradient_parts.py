@@ -64,18 +64,17 @@ class KeySplit(NamedTuple):
     rise: Int32  # parts of a set for each key tile from this one to the last one, times `RISE`
     num_heads: Int32  # query heads of a set
 
-    def work(self, n_block, number, batch, part: tuple, qhead_per_kvhead) -> KeyWork:
-        """The work of a part of the set with a number: which one it is, and how many there are."""
-        (share, parts), head_kv = part, self.sets.quotient(number)
-        of_head, blocks = number - head_kv * self.sets.value, self.num_heads * HEAD
-        width = (blocks + parts - 1) // parts
-        begin, end = (smaller(width * n, blocks) for n in (share, share + 1))
+    def work(self, n_block, set_number, batch, part_of_set: tuple, qhead_per_kvhead) -> KeyWork:
+        """The work of a part of a set: (which one it is, how many the set has)."""
+        (index, count), head_kv = part_of_set, self.sets.quotient(set_number)
+        set_of_head, units = set_number - head_kv * self.sets.value, self.num_heads * HEAD
+        width = (units + count - 1) // count
+        begin, end = (smaller(width * n, units) for n in (index, index + 1))
         first, num_heads = begin // HEAD, (end + HEAD - 1) // HEAD - begin // HEAD
-        first_head = head_kv * qhead_per_kvhead + of_head * self.num_heads + first
-        part = of_head * parts + share
+        first_head = head_kv * qhead_per_kvhead + set_of_head * self.num_heads + first
+        part, parts = set_of_head * count + index, self.sets.value * count
         ends = begin - first * HEAD, end - first * HEAD
-        heads = first_head, num_heads
-        return KeyWork(n_block, head_kv, batch, *heads, part, self.sets.value * parts, *ends)
+        return KeyWork(n_block, head_kv, batch, first_head, num_heads, part, parts, *ends)
 
 
 def parts_of_tile(block_parts, rise, after):
