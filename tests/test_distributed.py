@@ -356,7 +356,7 @@ WRONG = {
     "method": ({"method": "star"}, "", "ValueError: rank 1: method must be one of"),
     "layout": ({"layout": contiguous}, "", "ValueError: layout must be the same on all ranks"),
     "documents": ({"layout": documents([0, 7])}, "", "ValueError: rank 1: layout must be"),
-    "no layout": ({"layout": "zigzag"}, "", "TypeError: rank 1: layout must be one of"),
+    "no layout": ({"layout": "zigzag"}, "", "TypeError: rank 1: layout must be fa3.distributed"),
     "causal": ({"causal": True}, "", "ValueError: causal must be the same on all ranks, got False"),
     "window": ({"window_size": (-2, 0)}, "", "ValueError: rank 1: window_size must be two"),
     "rows": ({"q": (1, 5, 3, 16), "k": (1, 5, 3, 16)}, "", "ValueError: rank 1 must have 4 of 15"),
@@ -450,7 +450,7 @@ WRONG_PACKED = {
         "NotImplementedError: window_size of documents is not supp",
     ),
     "shape": ({"q": (1, 41, 4, 16)}, "ValueError: q must have 3 dimensions"),
-    "seqlen": ({"seqlen": 40}, "ValueError: seqlen must be 41 as cu_seqlens, got 40"),
+    "seqlen": ({"seqlen": 40}, "ValueError: seqlen must be 41, where cu_seqlens ends, got 40"),
 }
 
 
@@ -753,9 +753,22 @@ def test_one_rank_receives_nothing():
         assert one.received_mib == (0, 0) and one.efficiency == pytest.approx(1)
 
 
-def test_plans_need_heads_that_divide():
-    with pytest.raises(ValueError, match="multiple of heads_kv, got 3 and 2"):
-        plan(zigzag, 1000, 2, 3, 2, 64)
+BAD_PLANS = [
+    ({"heads_q": 3}, ValueError, "heads_q must be a multiple of heads_kv, got 3 and 2"),
+    ({"num_ranks": 0}, ValueError, "num_ranks must be 1 or more, got 0"),
+    ({"num_ranks": "2"}, TypeError, "num_ranks must be an integer, got '2'"),
+    ({"seqlen": -1}, ValueError, "seqlen must be 0 or more, got -1"),
+    ({"layout": "zigzag"}, TypeError, "layout must be fa3.distributed.zigzag, .*got 'zigzag'"),
+    ({"method": "star"}, ValueError, "method must be one of .*'ulysses'.*, got 'star'"),
+    ({"gbps": 0}, ValueError, "gbps must be positive, got 0"),
+]
+
+
+@pytest.mark.parametrize("changed, error, message", BAD_PLANS)
+def test_wrong_plans_are_refused(changed, error, message):
+    sizes = {"seqlen": 1000, "num_ranks": 2, "heads_q": 4, "heads_kv": 2, "head_dim": 64}
+    with pytest.raises(error, match=message):
+        plan(**({"layout": zigzag} | sizes | changed))
 
 
 class SharedMemory:

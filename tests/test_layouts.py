@@ -73,7 +73,7 @@ def test_wrong_ends_of_documents_are_refused(ends):
 
 
 def test_documents_have_one_length():
-    with pytest.raises(ValueError, match="seqlen must be 41 as cu_seqlens, got 40"):
+    with pytest.raises(ValueError, match="seqlen must be 41, where cu_seqlens ends, got 40"):
         documents(ENDS).chunks(40, 2)
 
 

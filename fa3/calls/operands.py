@@ -177,7 +177,8 @@ def check_sizes(
 def check_dtype(name: str, operand: Operand, *accepted: torch.dtype, like_q: bool = False) -> None:
     """Raise unless a tensor has one of the accepted dtypes."""
     if operand.dtype not in accepted:
-        names = " or ".join(map(str, accepted)) + " like q" * like_q
+        names = " or ".join(map(str, accepted)).replace(" or ", ", ", max(len(accepted) - 2, 0))
+        names += " like q" * like_q
         raise TypeError(f"{name} must be {names}, got {operand.dtype}")
 
 

@@ -305,7 +305,8 @@ def check_calls(calls: SchedulerMetadata) -> None:
     """Raise unless there are kernels for what calls have in common."""
     group, rest = divmod(calls.heads_q, calls.heads_kv)
     if rest:
-        raise ValueError(f"num_heads_q must be a multiple of {calls.heads_kv}, got {calls.heads_q}")
+        heads = f"{calls.heads_q} and {calls.heads_kv}"
+        raise ValueError(f"num_heads_q must be a multiple of num_heads_kv, got {heads}")
     if not calls.has_packed_queries:
         Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, 0).check(
             "batch_size, max_seqlen_q and the heads"

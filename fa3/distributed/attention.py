@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fa3.calls.backward import wants_gradient
-from fa3.calls.call import AttentionCall, check_tensor, describe_tensors
+from fa3.calls.call import AttentionCall, accepted_dtypes, check_tensor, describe_tensors
 from fa3.calls.latest import FastPath
-from fa3.calls.operands import Operand, check_same_kind
+from fa3.calls.operands import Operand, check_dtype, check_same_kind
 from fa3.calls.options import (
     DENSE,
     PACKED,
@@ -27,7 +27,7 @@ from fa3.complaints import shown
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
 from fa3.distributed.hops import Hops, gather, ring
-from fa3.distributed.layouts import Documents, SequenceLayout
+from fa3.distributed.layouts import Documents, SequenceLayout, check_layout
 from fa3.distributed.planning import methods_for, plan
 from fa3.distributed.ulysses import Ulysses, ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
@@ -181,10 +181,7 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     """Check arguments, by name; return what tensors are like, options, layout and method.
     The sizes are of groups as in `method_of`."""
     layout, method = named["layout"], named["method"]
-    if method not in (methods := ("auto", "gather", "ring", "ulysses")):
-        raise ValueError(f"method must be one of {methods}, got {shown(method)}")
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be one of fa3.distributed, got {shown(layout)}")
+    check_layout(layout)
     if isinstance(layout, Documents) != is_packed:
         raise ValueError(
             "layout must be documents(cu_seqlens) for flash_attn_varlen_func, and zigzag or "
@@ -236,11 +233,12 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
     rows, key_rows = q.shape[1], k.shape[1]
     if key_rows != rows:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
+    named: dict[str, Any] = dict(zip(OPERANDS, described, strict=True))
+    call = AttentionCall(**(named | {"kind": DENSE}))
+    check_dtype("q", q, *accepted_dtypes(call, "q"))
     # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
     check_same_kind("k", k, q)
     check_same_kind("v", v, q)
-    named: dict[str, Any] = dict(zip(OPERANDS, described, strict=True))
-    call = AttentionCall(**(named | {"kind": DENSE}))
     sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[2], "q")}
     check_tensor(call, "alibi_slopes", sizes)
     check_tensor(call, "sinks", sizes)

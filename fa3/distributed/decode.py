@@ -58,7 +58,7 @@ def flash_attn_with_kvcache(
     window = check_window(as_pair(window_size), flag("causal", causal))
     if window.left >= 0 or window.right > 0 or (window.right == 0 and q.shape[1] != 1):
         raise NotImplementedError(
-            "causal and window_size are not supported with keys split among ranks, but for causal "
+            "causal and window_size are not supported with keys split among ranks, except causal "
             "with a single query"
         )
     for name in ("alibi_slopes", "rotary_cos", "rotary_sin", "cu_seqlens_q", "out", "s_aux"):

@@ -14,8 +14,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa3.calls.options import integer
+from fa3.complaints import shown
 from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, groups_of, orders
 from fa3.distributed.transfer import Runs
+
+
+def check_layout(layout: object) -> None:
+    """Raise unless an argument is a layout."""
+    if not isinstance(layout, SequenceLayout):
+        accepted = "fa3.distributed.zigzag, contiguous or documents(cu_seqlens)"
+        raise TypeError(f"layout must be {accepted}, got {shown(layout)}")
 
 
 class SequenceLayout:
@@ -36,7 +45,7 @@ class SequenceLayout:
     def split(self, seqlen: int, group: Group = None) -> Split:
         """Return a sequence as it is split among the ranks of a group."""
         group = groups_of(group)[0]
-        chunks = chunks_of(self, seqlen, group.size())
+        chunks = chunks_of(self, integer("seqlen", seqlen, 0), group.size())
         return Split(chunks, group, group.rank(), tuple(sum(map(len, x)) for x in chunks))
 
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
@@ -140,7 +149,9 @@ class Documents(SequenceLayout):
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the chunks of each rank, two for each document."""
         if seqlen != self.cu_seqlens[-1]:
-            raise ValueError(f"seqlen must be {self.cu_seqlens[-1]} as cu_seqlens, got {seqlen}")
+            raise ValueError(
+                f"seqlen must be {self.cu_seqlens[-1]}, where cu_seqlens ends, got {seqlen}"
+            )
         ranks: list[list[range]] = [[] for _ in range(num_ranks)]
         for begin, end in pairwise(self.cu_seqlens):
             # The documents before have had the longer chunks up to this one.

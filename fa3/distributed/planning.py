@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls.options import as_pair, check_window
-from fa3.distributed.layouts import SequenceLayout, chunks_of
+from fa3.calls.options import as_pair, check_window, integer, real
+from fa3.complaints import shown
+from fa3.distributed.layouts import SequenceLayout, check_layout, chunks_of
 from fa3.problem import NO_BOUND, Window
 
 AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
@@ -68,6 +69,14 @@ def plan(
         method: "auto" for the more efficient of gather and Ulysses.
         tflops: of a GPU that only computes. gbps: received by a GPU while all receive.
     """
+    check_layout(layout)
+    integer("seqlen", seqlen, 0)
+    sizes = {"num_ranks": num_ranks, "heads_q": heads_q, "head_dim": head_dim}
+    for name, size in (sizes | {"head_dim_v": head_dim_v or head_dim}).items():
+        integer(name, size, 1)
+    for name, rate in (("tflops", tflops), ("gbps", gbps)):
+        if not real(name, rate) > 0:
+            raise ValueError(f"{name} must be positive, got {rate}")
     window = check_window(as_pair(window_size), causal)
     if heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
@@ -122,6 +131,8 @@ def methods_for(
             refused["gather"] = "alibi_slopes"
         elif is_packed and window != Window(NO_BOUND, NO_BOUND):
             refused["gather"] = "window_size of documents"
+    if method not in (accepted := ("auto", *refused)):
+        raise ValueError(f"method must be one of {accepted}, got {shown(method)}")
     names = AUTO if method == "auto" else (method,)
     suited = [name for name in names if not refused[name]]
     if methods := [name for name in suited if name != "ulysses" or heads_q % num_ranks == 0]:
