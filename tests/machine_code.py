@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import cutlass
 import golden
 
+from benchmarks import cubin
+from benchmarks.cubin import CubinReport, opcode
 from fa3.running.compiler import Kernel, compile_kernel
-from fa3.tools import cubin
-from fa3.tools.cubin import CubinReport, opcode
 
 REGISTERS_OF_SM = 65536
 
@@ -73,7 +73,7 @@ class KernelReport(CubinReport):
 
 
 def inspect(code: bytes) -> KernelReport:
-    """Read a cubin as `fa3.tools.cubin` does, and note it for the golden file."""
+    """Read a cubin as `benchmarks.cubin` does, and note it for the golden file."""
     report = KernelReport(**vars(cubin.inspect(code)))
     golden.OF_TEST[f"kernel {len(golden.OF_TEST) + 1}"] = figures(report)
     return report

@@ -17,6 +17,7 @@ from machine_code import report_of
 from reference import visible
 from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec_of
 
+from benchmarks.cubin import CubinReport
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS, WIDEST_PIECE, BackwardConfig
 from fa3.kernels.backward_preprocess import BackwardPreprocess
@@ -36,7 +37,6 @@ from fa3.problem import Problem, Window
 from fa3.schedules import Dynamic, Tile
 from fa3.schedules.ragged import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
-from fa3.tools.cubin import CubinReport
 
 WGMMA_K = 16
 

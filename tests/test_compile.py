@@ -13,6 +13,7 @@ from machine_code import HAS_LOG, KernelReport, inspect, report_of
 from score_problems import Gate, RelativeBias
 from varlen_problems import signature_with
 
+from benchmarks.cubin import CubinReport
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from fa3.kernels import forward_launch as tiling
@@ -41,7 +42,6 @@ from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
-from fa3.tools.cubin import CubinReport
 
 WGMMA_K = 16
 """Depth of one WGMMA with 16-bit operands."""

@@ -11,6 +11,7 @@ import torch
 from cutlass import BFloat16
 from machine_code import report_of
 
+from benchmarks.cubin import CubinReport
 from docs.examples.documents import Documents
 from docs.examples.relative_bias import RelativeBias
 from fa3.kernels.append import THREADS, Append, Rotary
@@ -26,7 +27,6 @@ from fa3.schedules.stream_k import CtaGroups, FixedSplit, NoSplit, StreamK
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
-from fa3.tools.cubin import CubinReport
 
 WGMMA_K = 16
 WARP = 32

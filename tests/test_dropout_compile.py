@@ -21,6 +21,7 @@ from test_compile import (
     spec_of,
 )
 
+from benchmarks.cubin import CubinReport
 from fa3.kernels.backward import Backward
 from fa3.kernels.forward import Forward
 from fa3.planning.backward import BackwardKernels, BackwardPlan, choose_backward_config
@@ -28,7 +29,6 @@ from fa3.primitives.dropout import SQUARE
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import Dynamic, TileList
-from fa3.tools.cubin import CubinReport
 
 MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 8.1
 """Instructions that dropout may add for each score, in the loop without a mask and in all steps."""

@@ -22,13 +22,13 @@ from reference import check_attention
 from score_problems import NOTHING, modify
 
 import fa3
+from benchmarks.cubin import inspect
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import plan_forward
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import walk
-from fa3.tools.cubin import inspect
 
 ROOT = Path(__file__).parent.parent
 CHANGES = ROOT / "docs" / "changes"

@@ -35,7 +35,6 @@ STANDARD_LIBRARY_ONLY = (
     "settings.py",
     "scores/templates.py",
     "running/code_cache.py",
-    "tools/cubin.py",
 )
 USE_TORCH = ("calls", "distributed", "integrations", "reference", "running", "tools")
 OF_EVERY_INTEGRATION = ("register",)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fa3.interface
-from fa3.tools import cubin
+from benchmarks import cubin
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -11,6 +11,7 @@ from machine_code import report_of
 from pairs import combine
 from varlen_problems import WRONG_ENDS
 
+from benchmarks.cubin import opcode
 from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import (
     AMOUNTS,
@@ -33,7 +34,6 @@ from fa3.schedules.ragged import (
     TileRecord,
 )
 from fa3.scores.masks import Band
-from fa3.tools.cubin import opcode
 
 
 @pytest.mark.compiles
