@@ -89,7 +89,7 @@ TENSORS = [
     ("dense varlen", "q k v", lambda x: x.tolist(), TYPE, f"{NO_TENSOR} list"),
     ("cache", "q k_cache v_cache k", lambda x: x.tolist(), TYPE, f"{NO_TENSOR} list"),
     ("cache", "q k_cache v_cache", None, TYPE, f"{NO_TENSOR} NoneType"),
-    (ATTEND, "q", lambda x: x.float(), TYPE, "must be torch.bfloat16, torch.float16 or torch.float8"),
+    (ATTEND, "q", lambda x: x.float(), TYPE, "must be torch.bfloat16, torch.float16 or"),
     ("dense varlen pages", "k v", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q, got"),
     ("cache", "k_cache k", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q, got torch.fl"),
     *(
@@ -468,7 +468,7 @@ SIZES = [
 
 METADATA = [
     ("metadata", "max_seqlen_q", 0, "must"),
-    ("metadata", "num_heads_q", {"num_heads_kv": 3}, "must be a multiple of num_heads_kv, got 8 and 3"),
+    ("metadata", "num_heads_q", {"num_heads_kv": 3}, "must be...num_heads_kv, got 8 and 3"),
     ("metadata", "num_heads_kv", 0, "must"),
     ("metadata", "qkv_dtype", torch.float32, TYPE, "must be one of (torch.bfloat16"),
     ("metadata", "qkv_dtype", "bfloat16", TYPE, "must be one of (torch.bfloat16"),
@@ -610,7 +610,7 @@ NEW = dict.fromkeys("kv", torch.zeros(2, 1, 2, 64).bfloat16())
 IN_FP8 = [
     ("fp8", "k v", lambda x: x.bfloat16(), TYPE, "must be torch.float8_e4m3fn like q, got"),
     ("fp8", "k", {"q": OUT}, TYPE, "must be torch.bfloat16 like q"),
-    ("fp8", "q", lambda x: x.to(torch.float8_e5m2), TYPE, "must be torch.bfloat16, torch.float16 or"),
+    ("fp8", "q", lambda x: x.to(torch.float8_e5m2), TYPE, "must be torch.bfloat16, torch.float16"),
     ("fp8", "out", OUT.float(), TYPE, "must be torch.bfloat16 or torch.float16, got"),
     ("fp8_varlen", "q", {"q": None, "out": PACKED_OUT.half()}, TYPE, f"{NO_TENSOR} NoneType"),
     ("fp8", "q", dict.fromkeys("qkv", to_fp8(OUT[..., :48])),
@@ -628,7 +628,7 @@ IN_FP8 = [
     *(("fp8_cache", "k_cache", {"k_cache": other, "v_cache": other}, TYPE, E4M3)
       for other in (lambda x: x.to(torch.float8_e5m2), lambda x: x.to(torch.uint8))),
     ("fp8_cache", "v_cache", lambda x: x.bfloat16(), TYPE, f"{E4M3}bfloat16"),
-    ("fp8_cache", "q", lambda x: x.float(), TYPE, "must be torch.bfloat16, torch.float16 or torch.float8"),
+    ("fp8_cache", "q", lambda x: x.float(), TYPE, "must be torch.bfloat16, torch.float16 or"),
     ("cache", "k_descale", torch.ones(2, 2),
      "must be None unless k_cache is torch.float8_e4m3fn, got k_cache in torch.bfloat16"),
     ("fp8_cache", "k_descale", lambda x: x.double(), TYPE, "must be torch.float32, got"),

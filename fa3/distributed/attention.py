@@ -23,11 +23,10 @@ from fa3.calls.options import (
     converted,
     flag,
 )
-from fa3.complaints import shown
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
 from fa3.distributed.hops import Hops, gather, ring
-from fa3.distributed.layouts import Documents, SequenceLayout, check_layout
+from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.planning import methods_for, plan
 from fa3.distributed.ulysses import Ulysses, ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
@@ -181,7 +180,7 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     """Check arguments, by name; return what tensors are like, options, layout and method.
     The sizes are of groups as in `method_of`."""
     layout, method = named["layout"], named["method"]
-    check_layout(layout)
+    check_sequence_layout(layout)
     if isinstance(layout, Documents) != is_packed:
         raise ValueError(
             "layout must be documents(cu_seqlens) for flash_attn_varlen_func, and zigzag or "

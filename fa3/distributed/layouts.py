@@ -20,7 +20,7 @@ from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, gro
 from fa3.distributed.transfer import Runs
 
 
-def check_layout(layout: object) -> None:
+def check_sequence_layout(layout: object) -> None:
     """Raise unless an argument is a layout."""
     if not isinstance(layout, SequenceLayout):
         accepted = "fa3.distributed.zigzag, contiguous or documents(cu_seqlens)"

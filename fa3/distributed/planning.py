@@ -8,7 +8,7 @@ import torch
 
 from fa3.calls.options import as_pair, check_window, integer, real
 from fa3.complaints import shown
-from fa3.distributed.layouts import SequenceLayout, check_layout, chunks_of
+from fa3.distributed.layouts import SequenceLayout, check_sequence_layout, chunks_of
 from fa3.problem import NO_BOUND, Window
 
 AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
@@ -69,7 +69,7 @@ def plan(
         method: "auto" for the more efficient of gather and Ulysses.
         tflops: of a GPU that only computes. gbps: received by a GPU while all receive.
     """
-    check_layout(layout)
+    check_sequence_layout(layout)
     integer("seqlen", seqlen, 0)
     sizes = {"num_ranks": num_ranks, "heads_q": heads_q, "head_dim": head_dim}
     for name, size in (sizes | {"head_dim_v": head_dim_v or head_dim}).items():
