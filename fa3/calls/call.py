@@ -21,16 +21,7 @@ from fa3.calls.operands import (
     FP8_DTYPE,
     PACKED_DIMENSIONS,
     CheckOfAddresses,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_head_dim,
-    check_heads_divide,
-    check_layout,
-    check_no_overlap,
     check_of_addresses,
-    check_rank,
-    check_sizes,
     describe,
     dtype_of_output,
 )
@@ -425,13 +416,13 @@ def check_tensors(call: AttentionCall) -> None:
     sizes["batch + 1"] = call.batch + 1, sizes["batch"][1]
     for name in TENSORS[1:]:
         check_tensor(call, name, sizes)
-    check_heads_divide(call.q, call.name("k"), call.k)
+    call.k.check_heads_divide(call.name("k"), call.q)
     if call.has_cache:
         check_cache(call)
     elif call.kind == DENSE:
         check_forward_counts(call.batch, call.seqlen_q, call.k.shape[1], call.heads_q)
     if call.out is not None:
-        check_no_overlap("out", call.out)
+        call.out.check_no_overlap("out")
 
 
 def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str]]) -> None:
@@ -450,20 +441,20 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
             f"{name} must be None unless {scaled} is {FP8_DTYPE}, got {scaled} in "
             f"{getattr(call, DESCALES[name]).dtype}"
         )
-    check_rank(shown, operand, dimensions)
-    check_dtype(shown, operand, *dtypes, like_q=name != "q" and dtypes == (call.q.dtype,))
+    operand.check_rank(shown, dimensions)
+    operand.check_dtype(shown, *dtypes, like_q=name != "q" and dtypes == (call.q.dtype,))
     if name == "q" and operand.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be a CPU or CUDA tensor, got {operand.device}")
     # With packed keys, kernels read the lengths where they are.
-    check_device(shown, operand, "q", call.q, call.has_cache and dtypes == (torch.int32,))
+    operand.check_device(shown, "q", call.q, call.has_cache and dtypes == (torch.int32,))
     if name in ("q", "v"):
-        check_head_dim(shown, operand, *call.head_dim_unit)
-    check_sizes(shown, operand, dimensions, sizes)
+        operand.check_head_dim(shown, *call.head_dim_unit)
+    operand.check_sizes(shown, dimensions, sizes)
     if name not in READ_BY_NUMBER:
         # Kernels step to where other sequences would be, also along a single row.
-        check_layout(shown, operand, dimensions[0] in ("total_q", "total_k"))
+        operand.check_layout(shown, dimensions[0] in ("total_q", "total_k"))
     elif dtypes == (torch.int32,):
-        check_contiguous(shown, operand)
+        operand.check_contiguous(shown)
 
 
 def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
@@ -578,8 +569,8 @@ def check_new_tokens(call: AttentionCall) -> None:
     for name, operand, other in (("k", call.k_new, "v"), ("v", call.v_new, "k")):
         if operand is None:
             raise ValueError(f"{name} must be given with {other}")
-    check_no_overlap("k_cache", call.k)
-    check_no_overlap("v_cache", call.v)
+    call.k.check_no_overlap("k_cache")
+    call.v.check_no_overlap("v_cache")
 
 
 def check_rotary(call: AttentionCall) -> None:

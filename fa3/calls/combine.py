@@ -9,21 +9,7 @@ import torch
 from fa3.calls import operators
 from fa3.calls.devices import gpu_of
 from fa3.calls.eager import is_traced
-from fa3.calls.operands import (
-    DIMENSIONS,
-    DTYPES,
-    Operand,
-    check_apart,
-    check_device,
-    check_dtype,
-    check_head_dim,
-    check_layout,
-    check_no_overlap,
-    check_rank,
-    check_shape,
-    check_writable,
-    describe,
-)
+from fa3.calls.operands import DIMENSIONS, DTYPES, Operand, check_apart, check_writable, describe
 from fa3.calls.operators import trace_combine
 from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
@@ -108,30 +94,30 @@ def prepare_combine(
 ) -> tuple[Callable, int] | None:
     """Validate a merge; return its kernel and CTAs, None on the CPU or with nothing to merge."""
     check_settings()
-    check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
-    check_dtype("out_partial", partial, torch.float32)
+    partial.check_rank("out_partial", ("num_splits", *DIMENSIONS))
+    partial.check_dtype("out_partial", torch.float32)
     if partial.device.type not in ("cpu", "cuda"):
         raise ValueError(f"out_partial must be a CPU or CUDA tensor, got {partial.device}")
-    check_layout("out_partial", partial)
-    check_head_dim("out_partial", partial, most=MAX_COMBINED_HEAD_DIM)
+    partial.check_layout("out_partial")
+    partial.check_head_dim("out_partial", most=MAX_COMBINED_HEAD_DIM)
     *rows, head_dim = partial.shape
     if rows[0] == 0:
         raise ValueError("out_partial must have a part to merge, got none")
     for what, count in (("parts", rows[0]), ("rows", math.prod(rows[1:]))):
         if count > MOST_COMBINED:
             raise ValueError(f"out_partial must have at most {MOST_COMBINED} {what}, got {count}")
-    check_dtype("lse_partial", lse, torch.float32)
-    check_shape("lse_partial", lse, tuple(rows), "out_partial")
-    check_device("lse_partial", lse, "out_partial", partial)
+    lse.check_dtype("lse_partial", torch.float32)
+    lse.check_shape("lse_partial", tuple(rows), "out_partial")
+    lse.check_device("lse_partial", "out_partial", partial)
     if out_dtype not in (torch.float32, *DTYPES):
         raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     if out is not None:
-        check_shape("out", out, tuple(partial.shape[1:]), "out_partial")
-        check_layout("out", out)
-        check_no_overlap("out", out)
+        out.check_shape("out", tuple(partial.shape[1:]), "out_partial")
+        out.check_layout("out")
+        out.check_no_overlap("out")
         if out.dtype != out_dtype:
             raise TypeError(f"out must be {out_dtype} like out_dtype, got {out.dtype}")
-        check_device("out", out, "out_partial", partial)
+        out.check_device("out", "out_partial", partial)
     if partial.device.type == "cpu" or 0 in rows:
         return None
     element = str(out_dtype).removeprefix("torch.")

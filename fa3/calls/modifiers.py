@@ -7,7 +7,7 @@ nothing, and a captured graph draws another seed at each replay.
 
 import torch
 
-from fa3.calls.operands import Operand, check_device, check_dtype, describe
+from fa3.calls.operands import Operand, describe
 from fa3.calls.options import UserFunctions, check_probability, integer, real
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
@@ -75,8 +75,8 @@ def check_function(name: str, instance: object, base: type, q: torch.Tensor | Op
     for field, tensor in tensors_of(instance):
         field = f"{name}.{field}"
         operand = describe(field, tensor, 1)
-        check_dtype(field, operand, *ELEMENT_DTYPES)
-        check_device(field, operand, "q", q)
+        operand.check_dtype(field, *ELEMENT_DTYPES)
+        operand.check_device(field, "q", q)
 
 
 # -------------------------------------------------------------------------------------- dropout
@@ -93,7 +93,7 @@ def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor
     check_probability(dropout_p)
     if rng_state is None:
         return Dropout(draw_rng_state(q.device), dropout_p)
-    check_device("rng_state", described_state(rng_state), "q", q)
+    described_state(rng_state).check_device("rng_state", "q", q)
     return Dropout(rng_state, dropout_p)
 
 
@@ -105,7 +105,7 @@ def draw_rng_state(device: torch.device) -> torch.Tensor:
 def described_state(rng_state: torch.Tensor) -> Operand:
     """Describe a seed that the caller gives; raises unless it is one."""
     operand = describe("rng_state", rng_state, STATE_BYTES)
-    check_dtype("rng_state", operand, torch.int64)
+    operand.check_dtype("rng_state", torch.int64)
     if tuple(operand.shape) != (1,):
         raise ValueError(f"rng_state must have shape (1,), got {tuple(operand.shape)}")
     return operand

@@ -45,6 +45,101 @@ class Operand(NamedTuple):
         """Where the elements lie, from the first on."""
         return Layout(self.shape, self.stride, self.dtype.itemsize)
 
+    # Checks of a tensor with this name in error messages.
+
+    def check_rank(self, name: str, dimensions: Sequence[str] = DIMENSIONS) -> None:
+        """Raise unless a tensor has as many dimensions as are named."""
+        if len(self.shape) != len(dimensions):
+            raise ValueError(
+                f"{name} must have {len(dimensions)} dimension{'s' * (len(dimensions) > 1)} "
+                f"({', '.join(dimensions)}), got shape {tuple(self.shape)}"
+            )
+
+    def check_shape(self, name: str, shape: tuple[int, ...], other: str) -> None:
+        """Raise unless a tensor has the shape that follows from `other`."""
+        if tuple(self.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} to go with {other}, got {tuple(self.shape)}"
+            )
+
+    def check_sizes(
+        self, name: str, dimensions: Sequence[str], sizes: dict[str, tuple[int, str]]
+    ) -> None:
+        """Raise unless a tensor has the sizes that its dimensions have in tensors before it.
+
+        Args:
+            sizes: by dimension its size, and the tensor that says so; new dimensions are added.
+        """
+        pairs = zip(dimensions, self.shape, strict=True)
+        known = [sizes.setdefault(dimension, (size, name)) for dimension, size in pairs]
+        others = dict.fromkeys(other for _, other in known if other != name)
+        self.check_shape(name, tuple(size for size, _ in known), " and ".join(others))
+
+    def check_dtype(self, name: str, *accepted: torch.dtype, like_q: bool = False) -> None:
+        """Raise unless a tensor has one of the accepted dtypes."""
+        if self.dtype not in accepted:
+            names = " or ".join(map(str, accepted)).replace(" or ", ", ", max(len(accepted) - 2, 0))
+            names += " like q" * like_q
+            raise TypeError(f"{name} must be {names}, got {self.dtype}")
+
+    def check_device(
+        self, name: str, other_name: str, other: "Operand", or_cpu: bool = False
+    ) -> None:
+        """Raise unless a tensor is where another one is, or perhaps on the CPU."""
+        if self.device != other.device and not (or_cpu and self.device.type == "cpu"):
+            also = ", or on the CPU" * or_cpu
+            raise ValueError(
+                f"{name} must be on {other.device} like {other_name}{also}, got {self.device}"
+            )
+
+    def check_same_kind(self, name: str, q: "Operand") -> None:
+        """Raise unless a tensor has q's dtype and device."""
+        self.check_dtype(name, q.dtype, like_q=True)
+        self.check_device(name, "q", q)
+
+    def check_head_dim(
+        self, name: str, unit: int = HEAD_DIM_UNIT, where: str = "", most: int = MAX_HEAD_DIM
+    ) -> None:
+        """Raise unless kernels can take rows of this length. `where` says for what `unit` holds."""
+        columns, units = self.shape[-1], f"multiples of {unit} up to {most}"
+        if columns % unit or not 0 < columns <= most:
+            raise ValueError(f"{name} has head_dim {columns}, supported{where} are {units}")
+
+    def check_heads_divide(self, name: str, q: "Operand") -> None:
+        """Raise unless each key/value head has the same number of query heads."""
+        heads_q, heads_kv = q.shape[-2], self.shape[-2]
+        if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
+            raise ValueError(
+                f"q must have a multiple of {name}'s heads, got {heads_q} query heads "
+                f"and {heads_kv} key/value heads"
+            )
+
+    def check_layout(self, name: str, has_any_rows: bool = False) -> None:
+        """Raise unless TMA can walk the tensor where it lies, perhaps also with more rows."""
+        self.check_contiguous(name)
+        unit = ALIGNMENT // self.dtype.itemsize
+        for dim, size in enumerate(self.shape[:-1]):
+            if (size > 1 or has_any_rows) and self.stride[dim] % unit:
+                raise ValueError(
+                    f"{name} must have strides that are multiples of {unit} elements "
+                    f"({ALIGNMENT} bytes), got stride {self.stride[dim]} in dimension {dim}"
+                )
+
+    def check_contiguous(self, name: str) -> None:
+        """Raise unless the elements of a row lie side by side."""
+        if self.shape[-1] > 1 and self.stride[-1] != 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got stride {self.stride[-1]}"
+            )
+
+    def check_no_overlap(self, name: str) -> None:
+        """Raise if elements of a tensor that is written share their memory."""
+        if overlaps_itself(self.layout):
+            raise ValueError(
+                f"{name} must not overlap itself when it is written, got shape "
+                f"{tuple(self.shape)} with strides {self.stride}"
+            )
+
 
 def dtype_of_output(dtype: torch.dtype) -> torch.dtype:
     """The output's dtype by the dtype of q."""
@@ -104,128 +199,6 @@ def operand_of(tensor: torch.Tensor) -> Operand:
     """The operand of a tensor, of which nothing is checked."""
     # In a third of the time that the class itself takes.
     return tuple.__new__(Operand, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-
-
-# ---------------------------------------------------------------------------------- attention
-
-
-def check_same_kind(name: str, operand: Operand, q: Operand) -> None:
-    """Raise unless a tensor has q's dtype and device."""
-    check_dtype(name, operand, q.dtype, like_q=True)
-    check_device(name, operand, "q", q)
-
-
-def check_head_dim(
-    name: str,
-    operand: Operand,
-    unit: int = HEAD_DIM_UNIT,
-    where: str = "",
-    most: int = MAX_HEAD_DIM,
-) -> None:
-    """Raise unless kernels can take rows of this length. `where` says for what `unit` holds."""
-    head_dim = operand.shape[-1]
-    if head_dim % unit or not 0 < head_dim <= most:
-        raise ValueError(
-            f"{name} has head_dim {head_dim}, supported{where} are multiples of {unit} up to {most}"
-        )
-
-
-def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
-    """Raise unless each key/value head has the same number of query heads."""
-    heads_q, heads_kv = q.shape[-2], keys.shape[-2]
-    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
-        raise ValueError(
-            f"q must have a multiple of {name}'s heads, got {heads_q} query heads "
-            f"and {heads_kv} key/value heads"
-        )
-
-
-# --------------------------------------------------------------------------------- any tensor
-
-
-def check_rank(name: str, operand: Operand, dimensions: Sequence[str] = DIMENSIONS) -> None:
-    """Raise unless a tensor has as many dimensions as are named."""
-    if len(operand.shape) != len(dimensions):
-        raise ValueError(
-            f"{name} must have {len(dimensions)} dimension{'s' * (len(dimensions) > 1)} "
-            f"({', '.join(dimensions)}), got shape {tuple(operand.shape)}"
-        )
-
-
-def check_shape(name: str, operand: Operand, shape: tuple[int, ...], other: str) -> None:
-    """Raise unless a tensor has the shape that follows from `other`."""
-    if tuple(operand.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape} to go with {other}, got {tuple(operand.shape)}"
-        )
-
-
-def check_sizes(
-    name: str, operand: Operand, dimensions: Sequence[str], sizes: dict[str, tuple[int, str]]
-) -> None:
-    """Raise unless a tensor has the sizes that its dimensions have in tensors before it.
-
-    Args:
-        sizes: by dimension its size, and the tensor that says so; new dimensions are added.
-    """
-    pairs = zip(dimensions, operand.shape, strict=True)
-    known = [sizes.setdefault(dimension, (size, name)) for dimension, size in pairs]
-    others = dict.fromkeys(other for _, other in known if other != name)
-    check_shape(name, operand, tuple(size for size, _ in known), " and ".join(others))
-
-
-def check_dtype(name: str, operand: Operand, *accepted: torch.dtype, like_q: bool = False) -> None:
-    """Raise unless a tensor has one of the accepted dtypes."""
-    if operand.dtype not in accepted:
-        names = " or ".join(map(str, accepted)).replace(" or ", ", ", max(len(accepted) - 2, 0))
-        names += " like q" * like_q
-        raise TypeError(f"{name} must be {names}, got {operand.dtype}")
-
-
-def check_device(
-    name: str, operand: Operand, other_name: str, other: Operand, or_cpu: bool = False
-) -> None:
-    """Raise unless a tensor is where another one is, or perhaps on the CPU."""
-    if operand.device != other.device and not (or_cpu and operand.device.type == "cpu"):
-        also = ", or on the CPU" * or_cpu
-        raise ValueError(
-            f"{name} must be on {other.device} like {other_name}{also}, got {operand.device}"
-        )
-
-
-def check_layout(name: str, operand: Operand, has_any_rows: bool = False) -> None:
-    """Raise unless TMA can walk the tensor where it lies, perhaps also with more rows."""
-    check_contiguous(name, operand)
-    for dim, size in enumerate(operand.shape[:-1]):
-        if size > 1 or has_any_rows:
-            check_stride(name, operand, dim)
-
-
-def check_stride(name: str, operand: Operand, dim: int) -> None:
-    """Raise unless TMA can step along a dimension."""
-    unit, stride = ALIGNMENT // operand.dtype.itemsize, operand.stride[dim]
-    if stride % unit:
-        raise ValueError(
-            f"{name} must have strides that are multiples of {unit} elements "
-            f"({ALIGNMENT} bytes), got stride {stride} in dimension {dim}"
-        )
-
-
-def check_contiguous(name: str, operand: Operand) -> None:
-    """Raise unless the elements of a row lie side by side."""
-    if operand.shape[-1] > 1 and operand.stride[-1] != 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got stride {operand.stride[-1]}"
-        )
-
-
-def check_no_overlap(name: str, operand: Operand) -> None:
-    """Raise if elements of a tensor that is written share their memory."""
-    if overlaps_itself(operand.layout):
-        raise ValueError(
-            f"{name} must not overlap itself when it is written, got shape "
-            f"{tuple(operand.shape)} with strides {operand.stride}"
-        )
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:

@@ -57,12 +57,6 @@ from fa3.calls.operands import (
     DTYPES,
     FP8_DTYPE,
     PACKED_DIMENSIONS,
-    check_device,
-    check_dtype,
-    check_layout,
-    check_rank,
-    check_same_kind,
-    check_shape,
     describe,
     dtype_of_output,
     operand_of,
@@ -293,11 +287,11 @@ def fake_attention(
     # What can be seen while a graph is traced, with no guard on a size.
     for name, operand in operands.items():
         name = public_name(function, name)
-        check_rank(name, operand, PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
+        operand.check_rank(name, PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
         # A cache may be FP8 with queries in 16 bits.
         if function != CACHED or operand.dtype != FP8_DTYPE:
-            check_same_kind(name, operand, operands["q"])
-    check_dtype("q", operands["q"], *DTYPES, FP8_DTYPE)
+            operand.check_same_kind(name, operands["q"])
+    operands["q"].check_dtype("q", *DTYPES, FP8_DTYPE)
     *batch, rows, heads, _ = q.shape
     shape = (*batch, rows, heads, v.shape[-1]) if rest.get("out") is None else (0,)
     out = q.new_empty(shape, dtype=dtype_of_output(q.dtype))
@@ -311,7 +305,7 @@ def fake_combined(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results like `flash_attn_combine`'s."""
-    check_rank("out_partial", operand_of(out_partial), ("num_splits", *DIMENSIONS))
+    operand_of(out_partial).check_rank("out_partial", ("num_splits", *DIMENSIONS))
     _, *shape = out_partial.shape
     batch, seqlen, heads, _ = shape
     combined = out_partial.new_empty(shape if out is None else 0, dtype=out_dtype)
@@ -432,11 +426,11 @@ def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.T
     ):  # fmt: skip
         if tensor is not None or name in ("out", "lse"):
             operand = describe(name, tensor, alignment)
-            check_dtype(name, operand, dtype)
-            check_device(name, operand, "q", described_q)
-            check_shape(name, operand, shape, "q and v")
+            operand.check_dtype(name, dtype)
+            operand.check_device(name, "q", described_q)
+            operand.check_shape(name, shape, "q and v")
             if name == "out":
-                check_layout(name, operand)
+                operand.check_layout(name)
     if not lse.is_contiguous():
         raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
     return gradients
@@ -450,7 +444,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     slopes, sinks, softcap = call["alibi_slopes"], call["sinks"], call["softcap"]
     window = check_window(call["window_size"], call["causal"])
     check_softcap(softcap)
-    check_dtype("q", describe("q", q), *DTYPES)
+    describe("q", q).check_dtype("q", *DTYPES)
     functions, function_tensors = functions_of(q, None, call["mask"])
     dropout = dropout_of(call["dropout_p"], call["rng_state"], q)
     kind, longest, lengths = DENSE, None, None

@@ -14,16 +14,7 @@ import torch
 from fa3.calls import operators
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa3.calls.eager import in_memory, is_traced
-from fa3.calls.operands import (
-    DTYPES,
-    check_apart,
-    check_device,
-    check_dtype,
-    check_no_overlap,
-    check_shape,
-    check_writable,
-    describe,
-)
+from fa3.calls.operands import DTYPES, check_apart, check_writable, describe
 from fa3.calls.operators import flatten_function
 from fa3.calls.options import as_pair, check_window, converted, flag, integer, real
 from fa3.complaints import kind_of
@@ -291,7 +282,7 @@ def flash_attn_backward(
     with torch.no_grad():
         traced = is_traced(q)
         if not traced:
-            check_dtype("q", describe("q", q), *DTYPES)
+            describe("q", q).check_dtype("q", *DTYPES)
             check_targets(targets, accumulate_dkv)
         if cu_seqlens_q is None:
             check_absent("without cu_seqlens_q", lengths | longest)
@@ -356,7 +347,7 @@ def _flash_attn_backward(
             required |= {"dout": in_memory("dout", dout), "softmax_lse": softmax_lse}
             operand = describe("q", q)
             for name, tensor in required.items():
-                check_device(name, describe(name, tensor, 1), "q", operand)
+                describe(name, tensor, 1).check_device(name, "q", operand)
         flash_attn_backward(
             dout, q, lse=softmax_lse, causal=is_causal, seqused_q=sequed_q, seqused_k=sequed_k,
             window_size=(window_size_left, window_size_right), accumulate_dkv=accumulate_dkv,
@@ -376,7 +367,7 @@ def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: 
         of = name.removeprefix("d")
         model = describe(of, like)
         if name == "dq":
-            check_dtype(name, operand, model.dtype)
+            operand.check_dtype(name, model.dtype)
         elif accumulates and operand.dtype != torch.float32:
             raise TypeError(
                 f"{name} must be torch.float32 with accumulate_dkv, got {operand.dtype}"
@@ -385,9 +376,9 @@ def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: 
             raise TypeError(
                 f"{name} must be {model.dtype} like {of}, or torch.float32, got {operand.dtype}"
             )
-        check_device(name, operand, of, model)
-        check_shape(name, operand, tuple(model.shape), of)
-        check_no_overlap(name, operand)
+        operand.check_device(name, of, model)
+        operand.check_shape(name, tuple(model.shape), of)
+        operand.check_no_overlap(name)
         check_writable(name, target)
     tensors = {name: target for name, (target, _) in targets.items()}
     if "dk" in tensors and tensors["dk"].dtype != tensors["dv"].dtype:

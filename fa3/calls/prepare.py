@@ -29,7 +29,6 @@ from fa3.calls.operands import (
     FP8_DTYPE,
     CheckOfAddresses,
     Operand,
-    check_rank,
     describe,
     dtype_of_output,
     hide_all_keys,
@@ -283,7 +282,7 @@ def problem_posed_by(
         DENSE, window_size,
         {"causal": causal, "softcap": softcap, "dropout_p": dropout_p, "functions": functions},
     ).options  # fmt: skip
-    check_rank("q", q)
+    q.check_rank("q")
     slopes, sinks = (
         None if tensor is None else describe(name, tensor, 1, name == "sinks")
         for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))

@@ -14,7 +14,7 @@ from fa3.calls.call import (
     prepare_without_lengths,
 )
 from fa3.calls.eager import cannot_be_traced, is_traced
-from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype, check_head_dim
+from fa3.calls.operands import DTYPES, FP8_DTYPE
 from fa3.calls.operators import refuse_gradients
 from fa3.calls.options import DENSE, PACKED, Options, flag
 from fa3.calls.values import check_lengths, is_visible
@@ -143,10 +143,10 @@ def prepare_quantize(
     It is None on the CPU, and without heads, which the DSL does not take.
     """
     check_settings()
-    check_dtype("q", call.q, *DTYPES)
+    call.q.check_dtype("q", *DTYPES)
     check_tensors(call)
-    check_head_dim("q", call.q, FP8_HEAD_DIM_UNIT, " in FP8")
-    check_head_dim("v", call.v, FP8_HEAD_DIM_UNIT, " in FP8")
+    call.q.check_head_dim("q", FP8_HEAD_DIM_UNIT, " in FP8")
+    call.v.check_head_dim("v", FP8_HEAD_DIM_UNIT, " in FP8")
     if call.heads_q < call.heads_kv:
         raise ValueError(f"q must have heads like k, got shape {tuple(call.q.shape)}")
     if call.q.device.type == "cpu" or not call.heads_q:

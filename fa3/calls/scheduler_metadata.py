@@ -14,7 +14,7 @@ import torch
 
 from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.operands import DTYPES, FP8_DTYPE, check_dtype, check_shape, describe
+from fa3.calls.operands import DTYPES, FP8_DTYPE, describe
 from fa3.calls.options import (
     CACHED,
     PACKED,
@@ -285,8 +285,8 @@ def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> Non
         if tensor is not None:
             operand = describe(name, tensor, 1)
             entries = batch + name.startswith("cu_seqlens")
-            check_dtype(name, operand, torch.int32)
-            check_shape(name, operand, (entries,), "batch_size")
+            operand.check_dtype(name, torch.int32)
+            operand.check_shape(name, (entries,), "batch_size")
 
 
 def head_size(name: str, size: object, dtype: object) -> int:

@@ -11,7 +11,7 @@ import torch
 from fa3.calls.backward import wants_gradient
 from fa3.calls.call import AttentionCall, accepted_dtypes, check_tensor, describe_tensors
 from fa3.calls.latest import FastPath
-from fa3.calls.operands import Operand, check_dtype, check_same_kind
+from fa3.calls.operands import Operand
 from fa3.calls.options import (
     DENSE,
     PACKED,
@@ -234,10 +234,10 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
     named: dict[str, Any] = dict(zip(OPERANDS, described, strict=True))
     call = AttentionCall(**(named | {"kind": DENSE}))
-    check_dtype("q", q, *accepted_dtypes(call, "q"))
+    q.check_dtype("q", *accepted_dtypes(call, "q"))
     # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
-    check_same_kind("k", k, q)
-    check_same_kind("v", v, q)
+    k.check_same_kind("k", q)
+    v.check_same_kind("v", q)
     sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[2], "q")}
     check_tensor(call, "alibi_slopes", sizes)
     check_tensor(call, "sinks", sizes)
