@@ -1,4 +1,4 @@
-"""Writes the chart and the table of speed in README, from the committed records of benchmarks.
+"""Writes the table of speed in README, from the committed records of benchmarks.
 
 python -m docs.pages.headline
 """
@@ -13,7 +13,6 @@ from docs.pages.performance import BACKWARD, DECODE, GRID, NAMES, PACKED, RECORD
 from docs.pages.support import table
 
 PAGE = ROOT / "README.md"
-CHART = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\| workload.*?\n(?!\|)\n?", re.MULTILINE | re.DOTALL)
 
 
@@ -55,12 +54,6 @@ CELLS = (
 )
 """What the table shows: label, where it is recorded, name of the cell."""
 
-CHARTED = (1024, 16384)
-"""Lengths in the chart."""
-
-WIDTH = 46
-"""Characters of the longest bar."""
-
 
 def find(kind: Kind, cell: str) -> tuple[str, dict[str, Row]]:
     """Return the newest record that has a cell, and its rows by provider."""
@@ -97,26 +90,11 @@ def speed_table() -> str:
     return table(head, lines())
 
 
-def speed_chart() -> str:
-    """Return the chart: bars of characters, which every renderer of Markdown shows."""
-    cells = {seqlen: find(FORWARD, f"d128-causal-{seqlen}")[1] for seqlen in CHARTED}
-    most = max(row.tflops for rows in cells.values() for row in rows.values())
-    text = []
-    for seqlen, rows in cells.items():
-        for provider, name in NAMES.items():
-            rate = rows[provider].tflops
-            bar = "█" * round(WIDTH * rate / most)
-            label = f"{seqlen // 1024}k" if provider == "fa3" else ""
-            text.append(f"{label:>4} {name:<21} {bar} {rate:.0f}")
-    return "```text\n" + "\n".join(text) + "\n```\n"
-
-
 def page() -> str:
     """Return README as it should be."""
-    text, charts = CHART.subn(lambda _: speed_chart(), PAGE.read_text())
-    text, tables = TABLE.subn(lambda _: speed_table() + "\n", text)
-    if (charts, tables) != (1, 1):
-        raise LookupError(f"README must have one chart and one table, got {charts} and {tables}")
+    text, tables = TABLE.subn(lambda _: speed_table() + "\n", PAGE.read_text())
+    if tables != 1:
+        raise LookupError(f"README must have one table of speed, got {tables}")
     return text
 
 

@@ -24,12 +24,12 @@ def start_page(readme: str) -> str:
     """The text of the start page.
 
     Raises:
-        ValueError: README has no chart as text, or names a page that does not exist.
+        ValueError: README has no table of speed, or names a page that does not exist.
     """
     page = readme.replace("\n## ", f"\n{TILES}\n## ", 1)
-    page, charts = re.subn(r"```text\n[^`]*█[^`]*```\n", SPEED, page)
-    if charts != 1:
-        raise ValueError(f"README must have one chart as text, has {charts}")
+    page, tables = re.subn(r"^(?=\| workload)", SPEED, page, flags=re.MULTILINE)
+    if tables != 1:
+        raise ValueError(f"README must have one table of speed, has {tables}")
     return re.sub(r"(?<!\[)`((?:docs/)?[\w-]+\.md)`", linked, page)
 
 

@@ -21,7 +21,7 @@ from fa3.scores.masks import Band
 IMAGES = Path(__file__).parents[1] / "images"
 
 HEAD_DIM, IS_CAUSAL, REGIME = 128, True, "steady"
-"""The cells that the chart of speed shows: the cells of README's chart, and more lengths."""
+"""The cells that the chart of speed shows."""
 
 COLOURS = dict(zip(NAMES, (svg.MAIN, svg.SECOND, svg.THIRD, svg.FOURTH), strict=True))
 
