@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of: its cubin, as `nvdisasm` prints it.
+"""What a compiled kernel is made of: the compiler's log, and its cubin as `nvdisasm` prints it.
 
 The `nvidia-cuda-nvdisasm` package carries the program; no CUDA toolkit is needed.
 """
@@ -7,18 +7,43 @@ import contextlib
 import importlib.metadata
 import math
 import re
+import shlex
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+
+from fa3.running.compiler import OPTIONS, Kernel, compiled
 
 NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
 
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WORD = re.compile(r"\.word\s+0x([0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A compiled kernel with its machine code and the compiler's log."""
+
+    # The callable; takes the arguments of the kernel's `__call__` except the stream.
+    entry: Callable
+    cubin: bytes  # the machine code
+    # Registers, spills and warnings as ptxas prints them; empty with version 4.7 of the DSL, which
+    # hands on none.
+    ptxas_log: str
+
+
+def compile_kernel(kernel: Kernel) -> CompiledKernel:
+    """Compile a kernel without the cache; keep its machine code and the compiler's remarks."""
+    with tempfile.TemporaryDirectory() as folder:
+        remarks = Path(folder, "remarks.yaml")
+        outputs = ("--keep-cubin", "--dump-dir", folder, "--remark-output", str(remarks))
+        entry = compiled(kernel, f"{OPTIONS} {shlex.join(outputs)} remarks{{ptx}}")
+        return CompiledKernel(entry, entry.__cubin__, remarks.read_text())
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import cutlass
 import golden
 
 from benchmarks import cubin
-from benchmarks.cubin import CubinReport, opcode
-from fa3.running.compiler import Kernel, compile_kernel
+from benchmarks.cubin import CubinReport, compile_kernel, opcode
+from fa3.running.compiler import Kernel
 
 REGISTERS_OF_SM = 65536
 

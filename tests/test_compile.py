@@ -13,7 +13,7 @@ from machine_code import HAS_LOG, KernelReport, inspect, report_of
 from score_problems import Gate, RelativeBias
 from varlen_problems import signature_with
 
-from benchmarks.cubin import CubinReport
+from benchmarks.cubin import CubinReport, compile_kernel
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from fa3.kernels import forward_launch as tiling
@@ -33,7 +33,6 @@ from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import GUESSED
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
 from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles

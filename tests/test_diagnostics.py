@@ -13,11 +13,12 @@ import torch
 from score_problems import Gate
 
 import fa3
+from benchmarks.cubin import compile_kernel
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.primitives.attention import Attention
 from fa3.problem import AttentionSpec
-from fa3.running.compiler import compile_kernel, load_kernel
+from fa3.running.compiler import load_kernel
 from fa3.schedules import StaticPersistent
 from fa3.scores.diagnostics import explain
 from fa3.scores.masks import Band, Intersection

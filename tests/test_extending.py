@@ -22,12 +22,11 @@ from reference import check_attention
 from score_problems import NOTHING, modify
 
 import fa3
-from benchmarks.cubin import inspect
+from benchmarks.cubin import compile_kernel, inspect
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import plan_forward
-from fa3.running.compiler import compile_kernel
 from fa3.schedules import walk
 
 ROOT = Path(__file__).parent.parent
@@ -165,8 +164,9 @@ def check_layering():
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A copy of the sources and the examples."""
-    for folder in ("fa3", "docs/examples"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for folder in ("fa3", "docs/examples", "benchmarks"):
+        left_out = shutil.ignore_patterns("results", "__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out)
     return tmp_path
 
 

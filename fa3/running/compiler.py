@@ -8,11 +8,8 @@ Compiling needs no GPU. Every function may be called from several threads.
 import contextlib
 import os
 import platform
-import shlex
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,18 +64,6 @@ class Kernel(Protocol):
 LOADED: dict[Kernel, Callable] = {}  # the callables of all kernels that this process has loaded
 
 
-@dataclass(frozen=True)
-class CompiledKernel:
-    """A compiled kernel with its machine code and the compiler's log."""
-
-    # The callable; takes the arguments of the kernel's `__call__` except the stream.
-    entry: Callable
-    cubin: bytes  # the machine code
-    # Registers, spills and warnings as ptxas prints them; empty with version 4.7 of the DSL, which
-    # hands on none.
-    ptxas_log: str
-
-
 def compiled(kernel: Kernel, options: str) -> Any:
     """Compile a kernel; raise ValueError if a user's score or mask does not compile."""
     try:
@@ -90,15 +75,6 @@ def compiled(kernel: Kernel, options: str) -> Any:
         if explained is None:
             raise
         raise explained from error
-
-
-def compile_kernel(kernel: Kernel) -> CompiledKernel:
-    """Compile a kernel without the cache; keep its machine code and the compiler's remarks."""
-    with tempfile.TemporaryDirectory() as folder:
-        remarks = Path(folder, "remarks.yaml")
-        outputs = ("--keep-cubin", "--dump-dir", folder, "--remark-output", str(remarks))
-        entry = compiled(kernel, f"{OPTIONS} {shlex.join(outputs)} remarks{{ptx}}")
-        return CompiledKernel(entry, entry.__cubin__, remarks.read_text())
 
 
 def load_kernel(kernel: Kernel) -> Callable:

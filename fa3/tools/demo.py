@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa3.calls.attention import flash_attn_func
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem
-from fa3.running.compiler import compile_kernel
+from fa3.running.compiler import object_code
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import random_operands
 from fa3.tools.timing import time_in_turn
@@ -35,7 +35,7 @@ def show_demo(options: argparse.Namespace) -> None:
     attend = partial(flash_attn_func, q, k, v, causal=True)
     print("\nCompiling the kernel for sm_90a, then attending ...", flush=True)
     if not on_hopper:
-        paragraph("Machine code", f"{len(compile_kernel(plan.kernel()).cubin):,} bytes for sm_90a.")
+        paragraph("Object code", f"{len(object_code(plan.kernel())):,} bytes for sm_90a.")
     exact = torch_attention(q.float(), k.float(), v.float())
     ours, theirs = ((x - exact).abs().max() for x in (attend(), torch_attention(q, k, v)))
     paragraph(
