@@ -15,7 +15,7 @@ import torch
 from gpu_checks import used_counters
 
 import fa3
-from fa3.calls import launcher
+from fa3.calls import execution
 from fa3.calls.execution import PackedCall, PreparedPlan
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
@@ -54,9 +54,9 @@ def stream(monkeypatch) -> StreamCounters:
     monkeypatch.setattr(counters, "BY_STREAM", {})
     monkeypatch.setattr(counters, "RESERVES", {})
     monkeypatch.setattr(graphs, "LIVE", {})
-    monkeypatch.setattr(launcher, "current_device", lambda: None)
-    monkeypatch.setattr(launcher, "current_stream", lambda index: 7)
-    monkeypatch.setattr(launcher, "capture_of", lambda stream: None)
+    monkeypatch.setattr(execution, "current_device", lambda: None)
+    monkeypatch.setattr(execution, "current_stream", lambda index: 7)
+    monkeypatch.setattr(execution, "capture_of", lambda stream: None)
     return counters.counters_of(Q.device, 7, None)
 
 
@@ -122,7 +122,7 @@ def packed(name: str) -> PackedCall:
 
 
 with pytest.MonkeyPatch.context() as stubs:
-    stubs.setattr(launcher, "load_kernel", stub_of)
+    stubs.setattr(execution, "load_kernel", stub_of)
     DECODES = PreparedPlan.of(DecodePlan.of_dense(PROBLEM, H200), GPU)
     CONFIG = replace(choose_config(PROBLEM, H200), fixed_reference=True)
     DENSE = PreparedPlan.of(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), GPU)

@@ -15,7 +15,7 @@ from test_latest import operand, packed_operands
 from varlen_problems import signature_with
 
 import fa3
-from fa3.calls import devices, execution, launcher, prepare
+from fa3.calls import devices, execution, prepare
 from fa3.calls.call import AttentionCall
 from fa3.calls.execution import PackedCall
 from fa3.calls.options import PACKED as PACKED_KEYS
@@ -76,7 +76,7 @@ def loaded(monkeypatch) -> Iterator[dict]:
 
     gpu = SimpleNamespace(multi_processor_count=H200.num_sms, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for module in (launcher, prepare):
+    for module in (execution, prepare):
         monkeypatch.setattr(module, "load_kernel", load)
     monkeypatch.setattr(devices, "gpu_of", lambda device: H200)
     # It would make a tensor on the GPU.

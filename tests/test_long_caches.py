@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
 from test_split import HostLengths, segments
 
-from fa3.calls import combine, devices, execution, launcher, prepare
+from fa3.calls import combine, devices, execution, prepare
 from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
@@ -221,7 +221,7 @@ def prepared(monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=150 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(devices, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(launcher, "load_kernel", kernels.append)
+    monkeypatch.setattr(execution, "load_kernel", kernels.append)
 
     def prepare(batch=1, heads_kv=1, pages=1 << 21, page_size=1024, head_dim=128, **options):
         q = operand(batch, 1, heads_kv, head_dim, device="cuda:0")

@@ -19,7 +19,7 @@ from torch._C import _are_functorch_transforms_active
 from fa3.calls.call import lengths_of
 from fa3.calls.devices import gpu_of
 from fa3.calls.eager import in_memory
-from fa3.calls.launcher import Prepared
+from fa3.calls.execution import Prepared
 from fa3.calls.operands import ALIGNMENT, FP8_DTYPE, used_queries
 from fa3.planning.backward import (
     BackwardKernels,

@@ -255,13 +255,6 @@ class AttentionCall(
         """Whether queries, keys and values are multiplied in FP8."""
         return not self.has_cache and self.q.dtype == FP8_DTYPE
 
-    @property
-    def head_dim_unit(self) -> tuple[int, str]:
-        """What head sizes are multiples of, and for which calls."""
-        if self.has_fp8_cache:
-            return FP8_UNIT, " with an FP8 cache"
-        return (FP8_HEAD_DIM_UNIT, " with q in FP8") if self.is_fp8 else (HEAD_DIM_UNIT, "")
-
     def dimensions(self, tensor: str) -> list[str]:
         """The dimensions of one of the `TENSORS`. Two of the same name have the same size."""
         keys = "num_pages, page_size" if self.page_table else "batch_cache, seqlen_cache"
@@ -448,7 +441,9 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
     # With packed keys, kernels read the lengths where they are.
     operand.check_device(shown, "q", call.q, call.has_cache and dtypes == (torch.int32,))
     if name in ("q", "v"):
-        operand.check_head_dim(shown, *call.head_dim_unit)
+        unit = (FP8_HEAD_DIM_UNIT, " with q in FP8") if call.is_fp8 else (HEAD_DIM_UNIT, "")
+        unit = (FP8_UNIT, " with an FP8 cache") if call.has_fp8_cache else unit
+        operand.check_head_dim(shown, *unit)
     operand.check_sizes(shown, dimensions, sizes)
     if name not in READ_BY_NUMBER:
         # Kernels step to where other sequences would be, also along a single row.
@@ -537,9 +532,11 @@ def check_cache(call: AttentionCall) -> None:
             f"{name} must have {call.batch} rows like q, or cache_batch_idx must say which are "
             f"meant, got {call.num_sequences}"
         )
-    if call.k_new is not None or call.v_new is not None:
-        check_new_tokens(call)
-    if call.rotary_cos is not None or call.rotary_sin is not None:
+    check_new_tokens(call._asdict())
+    if call.k_new is not None:
+        call.k.check_no_overlap("k_cache")
+        call.v.check_no_overlap("v_cache")
+    if call.rotary_cos is not None:
         check_rotary(call)
     elif call.rotary_seqlens is not None:
         raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
@@ -564,22 +561,18 @@ def check_cache_counts(call: AttentionCall) -> None:
     Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity).check("q")
 
 
-def check_new_tokens(call: AttentionCall) -> None:
-    """Raise unless tokens can be appended to the cache."""
-    for name, operand, other in (("k", call.k_new, "v"), ("v", call.v_new, "k")):
-        if operand is None:
+def check_new_tokens(tensors: Mapping[str, Any]) -> None:
+    """Raise unless k and v, or their descriptions, come together, and rotary tables with them."""
+    given = {public_name(CACHED, name): tensors[name] is not None for name in NEW_TOKENS}
+    for name, other in ("kv", "vk", NEW_TOKENS[2:], NEW_TOKENS[:1:-1]):
+        if given[other] and not given[name]:
             raise ValueError(f"{name} must be given with {other}")
-    call.k.check_no_overlap("k_cache")
-    call.v.check_no_overlap("v_cache")
+        if given[name] and not given["k"]:
+            raise ValueError(f"{name} must be None without k and v: nothing is appended")
 
 
 def check_rotary(call: AttentionCall) -> None:
     """Raise unless the tables of a rotary embedding fit the heads."""
-    for name, other in (("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
-        if getattr(call, name) is None:
-            raise ValueError(f"{name} must be given with {other}")
-        if call.k_new is None:
-            raise ValueError(f"{name} must be None without k and v: nothing is appended")
     if call.rotary_sin.dtype != call.rotary_cos.dtype:
         raise TypeError(
             f"rotary_sin must be {call.rotary_cos.dtype} like rotary_cos, "

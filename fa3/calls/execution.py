@@ -1,7 +1,9 @@
 """How prepared calls run: by one plan or, with packed queries, by a route that lengths decide.
 
-A call gives its tensors and numbers in one dictionary. On a GPU launches pick their arguments from
-it by name (`fa3.calls.launcher`), on the CPU the reference does.
+A call gives its tensors and numbers in one dictionary, from which the reference takes them on the
+CPU. On a GPU `Prepared` launches the kernels of any plan on the current stream of the tensors'
+device. It adds counters and memory, which it gives back for other calls, and picks the arguments of
+each kernel by their names.
 
 Lengths are read on the device only, so a captured graph stays right while they grow. With packed
 queries, `fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table
@@ -13,45 +15,111 @@ threads, on several streams and in captured graphs share nothing that is written
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from sys import intern
 from typing import Any, NamedTuple
 
 import torch
 
 from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.launcher import Prepared
 from fa3.calls.operands import FP8_DTYPE, hide_all_keys
 from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
+from fa3.planning import routes
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace
-from fa3.planning.launch import NO_MEMORY, Launch, Memory
+from fa3.planning.launch import NO_MEMORY, FromCall, Launch, Memory
 from fa3.planning.plan import Plan
-from fa3.planning.routes import (
-    BOTH,
-    BOTH_SPLIT,
-    CACHE,
-    DECODE,
-    FORWARD,
-    PACKED,
-    SHARED,
-    ZEROS,
-    PackedSizes,
-    Route,
-    Signature,
-    choose_route,
-    launches_of_route,
-)
+from fa3.planning.routes import PackedSizes, Route, Signature
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import REMEMBERED
 from fa3.reference.steps import execute, execute_decode, execute_packed
-from fa3.running.graphs import Table
+from fa3.running.compiler import load_kernel
+from fa3.running.counters import counters_of
+from fa3.running.graphs import Table, capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
 from fa3.scores.intervals import ROW_RECORD
+
+
+class Prepared(NamedTuple):
+    """The launches of a plan with their kernels loaded."""
+
+    fixed: dict[str, Any]  # arguments that are the same in all calls
+    # Of each launch the kernel's entry, and what picks its arguments.
+    kernels: tuple[tuple[Callable, Callable], ...]
+    names: frozenset[str]  # of the values that kernels take
+    memory: Memory = NO_MEMORY
+    table: Table | None = None  # the schedule's table; it becomes the value `schedule_state`
+
+    @classmethod
+    def of(
+        cls, launches: Iterable[Launch], memory: Memory = NO_MEMORY, table: Table | None = None
+    ) -> "Prepared":
+        """Load the kernels of launches."""
+        fixed: dict[str, Any] = {}
+        kernels, names = [], set()
+        for number, launch in enumerate(launches):
+            keys = []
+            for name, argument in launch.arguments.items():
+                if isinstance(argument, FromCall):
+                    keys.append(intern(str(argument)))
+                    names.add(keys[-1])
+                else:
+                    keys.append(intern(f"{name} of launch {number}"))
+                    fixed[keys[-1]] = argument
+            kernels.append((load_kernel(launch.kernel), itemgetter(*keys)))
+        return cls(fixed, tuple(kernels), frozenset(names), memory, table)
+
+    def run(self, values: dict[str, Any], memory: Memory | None = None) -> None:
+        """Launch the kernels.
+
+        Args:
+            values: of the call, by name; more are added.
+            memory: where it depends on the call.
+        """
+        q = values["q"]
+        device = q.device
+        if device.index != current_device():
+            with torch.cuda.device(device):
+                return self.run(values, memory)
+        fixed, kernels, _, always, table = self
+        counters, parts, workspace, cleared = always if memory is None else memory
+        values |= fixed
+        taken: list[torch.Tensor] = []
+        stream_memory: Any = None
+        if counters or table is not None:
+            stream = current_stream(device.index)
+            capture = capture_of(stream)
+            if table is not None:
+                values["schedule_state"] = table.on(stream, capture)
+            if counters:
+                # Now: to zero new ones takes a kernel, and none may come between two others.
+                stream_memory = counters_of(device, stream, capture)
+            for name, count in counters:
+                values[name] = one = stream_memory.take(count)
+                taken.append(one)
+            if workspace:
+                # The decode kernel takes an address.
+                values["counters"] = values["counters"].data_ptr()
+                values["workspace"] = kept = stream_memory.take_parts(workspace)
+        for name, count in parts:
+            values[name] = q.new_empty(count, dtype=torch.float32)
+        if cleared:
+            values["workspace"][:cleared].zero_()
+        for kernel, arguments_of in kernels:
+            kernel(*arguments_of(values))
+        # Counters do not go back if anything was raised: then they need not be zero. The last one
+        # comes first, so that the next call takes each for the same purpose.
+        while taken:
+            stream_memory.give_back(taken.pop())
+        if workspace:
+            stream_memory.give_back_parts(kept)
+        return None
 
 
 class PreparedPlan(NamedTuple):
@@ -111,14 +179,18 @@ class PackedCall:
 
         @functools.lru_cache(maxsize=REMEMBERED)
         def prepared(name: str, most_queries: int) -> Prepared:
-            launches = launches_of_route(signature, name, most_queries, decode_plan)
-            memory = decode_plan(most_queries, name != DECODE).memory if most_queries else NO_MEMORY
+            launches = routes.launches_of_route(signature, name, most_queries, decode_plan)
+            memory = (
+                decode_plan(most_queries, name != routes.DECODE).memory
+                if most_queries
+                else NO_MEMORY
+            )
             return Prepared.of(launches, memory)
 
-        if on_gpu and signature.call == PACKED:
-            prepared(FORWARD, 0)
+        if on_gpu and signature.call == routes.PACKED:
+            prepared(routes.FORWARD, 0)
             if signature.shared_tiling is not None:
-                prepared(SHARED, 0)
+                prepared(routes.SHARED, 0)
         return cls(signature, decode_plan, prepared if on_gpu else None)
 
     def attend(self, values: dict[str, Any], sizes: PackedSizes) -> None:
@@ -133,18 +205,18 @@ class PackedCall:
             return
         signature = self.signature
         route = signature.route(sizes)
-        if route.name == ZEROS:
+        if route.name == routes.ZEROS:
             sinks = values["sinks"] if signature.spec.sinks else None
             names = "cu_seqlens_q", "seqused_q"
             hide_all_keys(values["o"], values["lse"], sinks, *map(values.get, names))
             return
         # Alone, the decode kernel knows the capacity of a cache.
-        if route.has_forward or signature.call == PACKED:
+        if route.has_forward or signature.call == routes.PACKED:
             values["max_seqlen_k"] = sizes.max_seqlen_k
         if self.prepared is not None:
             prepared = self.prepared(route.name, route.most_queries)
             for_launches(values)
-            if route.name == SHARED:
+            if route.name == routes.SHARED:
                 memory = self.share_tiles(values, sizes)
             elif route.has_forward:
                 memory = self.make_tiles(values, sizes, route, prepared)
@@ -155,11 +227,15 @@ class PackedCall:
         if route.most_queries:
             plan = self.decode_plan(route.most_queries, route.has_forward)
             execute_decode(plan, values, values["max_seqlen_k"] or plan.sizes.capacity)
-        if route.has_forward or route.name == SHARED:
+        if route.has_forward or route.name == routes.SHARED:
             execute_packed(signature, values, route.most_queries)
 
     def make_tiles(
-        self, values: dict[str, Any], sizes: PackedSizes, route: Route, prepared: Prepared
+        self,
+        values: dict[str, Any],
+        sizes: PackedSizes,
+        route: Route,
+        prepared: Prepared,
     ) -> Memory:
         """Add what launches take for tiles with rows of one sequence; return the memory."""
         signature = self.signature
@@ -236,17 +312,18 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | Pa
     # A single query stands at the last key.
     spec = call.spec(options, window, window.right == 0 or call.seqlen_q == 1)
     signature = Signature(
-        CACHE, spec, window, call.heads_q, call.heads_kv, gpu_for_call(device, options.sm_margin),
-        options.sm_margin, call.cache_layout, call.capacity, 1 if fits else call.batch,
-        call.is_packed, has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
+        routes.CACHE, spec, window, call.heads_q, call.heads_kv,
+        gpu_for_call(device, options.sm_margin), options.sm_margin, call.cache_layout,
+        call.capacity, 1 if fits else call.batch, call.is_packed,
+        has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
         batch_invariant=options.batch_invariant, has_fp8_q=call.q.dtype == FP8_DTYPE,
         appends=call.k_new is not None and not call.is_packed,
     )  # fmt: skip
     most_rows = PackedSizes(
         call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
     )
-    name, most_queries, _ = choose_route(signature, most_rows)
-    if name == DECODE:
+    name, most_queries, _ = routes.choose_route(signature, most_rows)
+    if name == routes.DECODE:
         # The number of packed sequences and their most queries change in every step. So it does not
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
         if not (call.is_packed and signature.may_split) or call.has_fp8_cache:
@@ -257,11 +334,11 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | Pa
             memory = torch.cuda.get_device_properties(device).total_memory
             check_workspace(plan.workspace, call.head_dim_v, call.capacity, memory)
         # Without a route to look up in each call.
-        return PreparedPlan(plan, made.prepared and made.prepared(DECODE, most_queries))
+        return PreparedPlan(plan, made.prepared and made.prepared(routes.DECODE, most_queries))
     made = packed_call(signature, on_gpu)
     if made.prepared is not None:
         # Now, since no length may cause a compilation.
-        for name in (BOTH, *[BOTH_SPLIT] * signature.can_split):
+        for name in (routes.BOTH, *[routes.BOTH_SPLIT] * signature.can_split):
             made.prepared(name, signature.short_limit)
-        made.prepared(DECODE, signature.most_queries_of_few)
+        made.prepared(routes.DECODE, signature.most_queries_of_few)
     return made

@@ -38,10 +38,10 @@ from fa3.calls.backward import (
     wants_gradient,
 )
 from fa3.calls.call import (
-    NEW_TOKENS,
     QKV,
     TENSORS,
     AttentionCall,
+    check_new_tokens,
     check_tensors,
     check_totals,
     describe_tensors,
@@ -558,13 +558,7 @@ def check_cached(arguments: dict[str, Any], window: Window) -> None:
         arguments["num_splits"], arguments["sm_margin"] = options.num_splits, options.sm_margin
     if longest_q is not None:
         raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {longest_q}")
-    has_k, has_v, *has_tables = (arguments[name] is not None for name in NEW_TOKENS)
-    if has_k != has_v:
-        raise ValueError("{} must be given with {}".format(*("vk" if has_k else "kv")))
-    if any(has_tables) and not has_k:
-        raise ValueError(
-            "rotary_cos and rotary_sin must be None without k and v: nothing is appended"
-        )
+    check_new_tokens(arguments)
 
 
 def trace_combine(

@@ -136,7 +136,12 @@ def checked_options(kind: str, window_size: Sequence[int], asked: Mapping[str, A
         asked: by name, what is not as `OPTION_DEFAULTS` and `PREPARED_BY` say.
     """
     named = PREPARED_BY | named_options(kind, asked)
-    check_hashable("schedule", named["schedule"])
+    schedule = named["schedule"]
+    try:
+        hash(schedule)
+    except TypeError as error:
+        message = f"schedule must be hashable, to be remembered, got {shown(schedule)}: {error}"
+        raise TypeError(message) from None
     if not isinstance(named["plan"], Plan | None):
         raise TypeError(f"plan must come from fa3.plan_forward, got {shown(named['plan'])}")
     dropout_p = named["dropout_p"]
@@ -305,12 +310,3 @@ def check_softcap(softcap: float) -> None:
         raise ValueError(
             f"softcap must be 0 (none) or positive and finite in float32, got {softcap}"
         )
-
-
-def check_hashable(name: str, value: object) -> None:
-    """Raise unless calls can be remembered by a value."""
-    try:
-        hash(value)
-    except TypeError as error:
-        message = f"{name} must be hashable, to be remembered, got {shown(value)}: {error}"
-        raise TypeError(message) from None

@@ -7,7 +7,7 @@ lengths of packed tensors are, nothing here depends on them.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -313,23 +313,16 @@ def posed_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str | N
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:
     """Raise unless a plan is one of this problem."""
-    made, asked = sizes_and_spec(plan.problem), sizes_and_spec(problem)
-    differing = [name for name in asked if made[name] != asked[name]]
+    made, asked = (
+        {name: getattr(owner, name) for owner in (one, one.spec) for name in owner.__slots__}
+        for one in (plan.problem, problem)
+    )
+    differing = [name for name in asked if name != "spec" and made[name] != asked[name]]
     if differing:
         ours, theirs = (
             ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, made)
         )
         raise ValueError(f"plan was made for {theirs}; the call has {ours}")
-
-
-def sizes_and_spec(problem: Problem) -> dict[str, object]:
-    """All that a problem says, by name."""
-    return {
-        field.name: getattr(owner, field.name)
-        for owner in (problem, problem.spec)
-        for field in fields(owner)
-        if field.name != "spec"
-    }
 
 
 # -------------------------------------------------------------------------------- packed calls

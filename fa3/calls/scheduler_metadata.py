@@ -226,7 +226,11 @@ def get_scheduler_metadata(
     in_cache, keys = (cache_seqlens, cu_seqlens_k_new, cache_leftpad), None
     if not calls.has_packed_keys:
         keys = keys_in_cache(calls.batch, *in_cache, longest[1], most_new)
-    gpu = gpu_for_call(device_of_calls(cache_seqlens), calls.sm_margin)
+    # Of lengths on a GPU, or else the current one.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.is_cuda:
+        device = cache_seqlens.device
+    gpu = gpu_for_call(device, calls.sm_margin)
     are_on_host = not any(isinstance(one, torch.Tensor) and not one.is_cpu for one in in_cache)
     if calls.has_packed_queries or keys is None or calls.num_splits or not are_on_host:
         return calls
@@ -322,12 +326,3 @@ def check_calls(calls: SchedulerMetadata) -> None:
         raise ValueError(f"qkv_dtype must be 16 bits with cu_seqlens_k, got {calls.dtype}")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
-
-
-def device_of_calls(cache_seqlens: int | torch.Tensor | None) -> torch.device:
-    """The device of the calls: where the lengths are if that is a GPU, else the current GPU."""
-    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type == "cuda":
-        return cache_seqlens.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -1,6 +1,6 @@
 """What plans of all kinds are: launches with arguments by name, and the memory that they share.
 
-`fa3.calls.launcher` loads the kernels and launches them.
+`fa3.calls.execution` loads the kernels and launches them.
 """
 
 from typing import Any, NamedTuple

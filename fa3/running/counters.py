@@ -1,5 +1,5 @@
-"""Zeroed counters in device memory, from `fa3.calls.launcher` to kernels, which leave them at zero;
-and what kernels write for each other within a call that counts.
+"""Zeroed counters in device memory, from `fa3.calls` to kernels, which leave them at zero; and what
+kernels write for each other within a call that counts.
 
 A call owns its counters from before its first launch until it has issued its last one:
 
