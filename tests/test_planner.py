@@ -52,8 +52,7 @@ def test_no_cluster_is_launched_for_nothing(problem, schedule_type):
 
 @given(problems(), st.integers(1, 132))
 def test_persistent_ctas_all_fit_on_the_gpu(problem, num_sms):
-    plan = plan_forward(problem, replace(H200, num_sms=num_sms))
-    assert plan.schedule.num_clusters * plan.config.cluster <= num_sms
+    assert plan_forward(problem, replace(H200, num_sms=num_sms)).grid <= num_sms
 
 
 @pytest.mark.parametrize("seqlen_q", [0, 128, 2048, 1 << 16])
@@ -79,9 +78,9 @@ def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
 def test_clusters_count_as_one_each_and_ctas_in_the_grid():
     problem = make_problem(batch=4, seqlen_q=4096, num_heads_kv=16)
     plan = plan_forward(problem, config=CLUSTER_OF_2)
-    assert (plan.schedule.num_clusters, plan.config.cluster) == (66, 2)
+    assert (plan.schedule.num_clusters, plan.grid) == (66, 132)
     single = plan_forward(problem, config=CLUSTER_OF_2, schedule=SingleTile)
-    assert (single.schedule.num_clusters, single.config.cluster) == (4 * 16 * 16, 2)
+    assert (single.schedule.num_clusters, single.grid) == (4 * 16 * 16, 4 * 16 * 32)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -58,6 +58,11 @@ class Plan(PlanBase):
         """Schedule and tiling in a few characters: "list 128x128"."""
         return f"{self.schedule.name} {describe_config(self.config)}"
 
+    @property
+    def grid(self) -> int:
+        """CTAs to launch."""
+        return self.schedule.num_clusters * self.config.cluster
+
     def kernel(self, is_recorded: bool = False) -> Forward:
         """The kernel to launch; the instrumented one if `is_recorded`."""
         config = (
