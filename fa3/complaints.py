@@ -6,14 +6,14 @@ import numpy as np
 
 
 def shown(value: object) -> str:
-    """What came, in a word or two; of a tensor or a list no values, which may be many."""
+    """What came, in a word or two; of a tensor only the type."""
     if value is None or isinstance(value, str | numbers.Number | np.generic):
         return f"{value!r:.200}"
     return kind_of(value)
 
 
 def kind_of(value: object) -> str:
-    """The type of what came. A class is often given where an object of it is wanted."""
+    """The type of what came; users often pass a class for an object."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

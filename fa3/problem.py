@@ -15,13 +15,13 @@ NO_BOUND = -1
 
 
 class Window(NamedTuple):
-    """How many keys a query sees to either side of its diagonal; `NO_BOUND` for all of them."""
+    """Keys that a query sees on either side; `NO_BOUND` for all."""
 
     left: int = NO_BOUND
     right: int = NO_BOUND
 
     def tighten(self, seqlen_q: int, seqlen_k: int) -> "Window":
-        """The window without bounds that hide nothing at these lengths, or at any shorter ones.
+        """The window without bounds that hide nothing at these lengths.
 
         The bound of a causal call stays: it costs a single query nothing, and kernels of its own
         would have to be compiled for it.
@@ -209,7 +209,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Bytes of q, k, v and out. Under a window a call may read fewer."""
+        """Bytes of q, k, v and out; windows may read fewer."""
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
         spec = self.spec

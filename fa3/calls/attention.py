@@ -1,4 +1,4 @@
-"""The public functions: attention of a batch, of packed sequences, and to a key/value cache.
+"""The public functions: dense, packed, and on a key/value cache.
 
 Each hands its arguments on by name, and `run_call` does the rest. What follows from shapes,
 strides, types and options is worked out once and remembered (`fa3.calls.prepare`). The latest calls
@@ -308,7 +308,7 @@ def flash_attn_varlen_func(
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
-    """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
+    """Raise unless a call on pages gives its lengths by seqused_k only."""
     if ends_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if used_k is None:

@@ -1,4 +1,4 @@
-"""The backward pass of a call, and what torch's autograd calls and keeps of it.
+"""The backward pass of a call, and its autograd function.
 
 On a GPU two kernels run, both launched by one entry: the preprocess kernel and the backward kernel.
 For packed sequences a kernel before them makes the table of key tiles from the lengths, which the
@@ -90,7 +90,7 @@ class PreparedBackward(NamedTuple):
     def statistics(
         self, buffer: torch.Tensor, lse: torch.Tensor, dropout: Dropout | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-sum-exps and deltas of whole tiles, (batch, heads, rows) in any order of the rows.
+        """Log-sum-exps and deltas of whole tiles, rows in any order.
 
         The log-sum-exp is infinite where a row sees no key or is no query.
 
@@ -115,7 +115,7 @@ def prepare_backward(
     num_sms: int,
     writes_fp32: bool,
 ) -> PreparedBackward:
-    """Plan the backward pass of a problem on so many SMs of a GPU and load its kernels."""
+    """Plan a problem's backward pass and load its kernels."""
     gpu = replace(gpu, num_sms=num_sms)
     if rows is None:
         plan = BackwardPlan.of(problem, gpu, is_ordered, writes_fp32)
@@ -207,7 +207,7 @@ class BackwardCall(NamedTuple):
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, or its copy if TMA cannot walk it: gradients come laid out in any way."""
+    """A tensor, or a copy with strides that TMA can walk."""
     if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT:
         return tensor
     unit = ALIGNMENT // tensor.element_size()
@@ -223,7 +223,7 @@ def without_keys(
     sinks: torch.Tensor | None,
     fp32_dkv: bool,
 ) -> Gradients:
-    """The gradients where no query sees a key: only the sinks, if given, may have one."""
+    """The gradients where no query sees a key: only sinks may have one."""
     q, k, v, _, lse, _, d_lse = operands
     dtype = torch.float32 if fp32_dkv else k.dtype
     zeros = (q.new_zeros(x.shape, dtype=to) for x, to in ((q, q.dtype), (k, dtype), (v, dtype)))

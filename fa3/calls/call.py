@@ -1,4 +1,4 @@
-"""A call: its tensors by name, what they are like, and whether they fit together.
+"""A call: its tensors by name, described and checked.
 
 A call's values are in one dictionary, the tensors by the names of `TENSORS`. An `AttentionCall`
 says what each tensor is like, and what follows from that. Repeated calls share it, so it has no
@@ -142,7 +142,7 @@ def public_name(kind: str, tensor: str) -> str:
 
 
 def describe_tensors(values: Mapping[str, Any], options: Options) -> "AttentionCall":
-    """Describe the tensors among a call's values. Raises unless each can be one of a call."""
+    """Describe the tensors of a call; raise for one that cannot be one."""
     kind, operands = options.kind, {}
     for name in TENSORS_OF_KINDS[kind]:
         tensor = values.get(name)
@@ -256,7 +256,7 @@ class AttentionCall(
         return not self.has_cache and self.q.dtype == FP8_DTYPE
 
     def dimensions(self, tensor: str) -> list[str]:
-        """The dimensions of one of the `TENSORS`. Two of the same name have the same size."""
+        """The dimensions of one of the `TENSORS`; equal names mean equal sizes."""
         keys = "num_pages, page_size" if self.page_table else "batch_cache, seqlen_cache"
         groups = {
             "queries": "total_q" if self.is_packed else "batch, seqlen_q",
@@ -328,7 +328,7 @@ class AttentionCall(
         return rows_of_q, ("k", "v"), each, ("cu_seqlens_q", "cu_seqlens_k")
 
     def alignments(self, options: Options) -> dict[str, int]:
-        """Bytes to which each tensor that such a call may have must be aligned, by name."""
+        """Bytes to which each tensor must be aligned, by name."""
         names = TENSORS_OF_KINDS[self.kind]
         known = {name: 1 if name in READ_BY_NUMBER else ALIGNMENT for name in names}
         return known | dict.fromkeys(options.functions.names, 1)
@@ -354,7 +354,7 @@ class AttentionCall(
         return self._replace(**changed)
 
     def overlaps(self, options: Options, appends: bool) -> CheckOfAddresses | None:
-        """Return the check that what the call writes shares no memory; None if it writes nothing.
+        """Return the check that written tensors share no memory, or None.
 
         Args:
             appends: whether the caches are written.
@@ -419,7 +419,7 @@ def check_tensors(call: AttentionCall) -> None:
 
 
 def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str]]) -> None:
-    """Raise unless one of the `TENSORS`, if the call has it, goes with those before it.
+    """Raise unless a tensor, if given, fits the tensors before it.
 
     Args:
         sizes: that dimensions have so far, see `check_sizes`.
@@ -471,7 +471,7 @@ def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
 
 
 def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
-    """Raise unless kernels can count queries, keys and tiles in 32 bits; `heads` are q's."""
+    """Raise unless 32 bits can count queries, keys and tiles."""
     most_keys = LARGEST - SPARE - 2 * seqlen_q
     if seqlen_k > most_keys:
         if most_keys < 1:
@@ -496,7 +496,7 @@ def check_totals(
     are_packed: bool,  # whether k and v are packed too
     most_queries: int = MOST_RAGGED_ROWS,  # rows of q at most
 ) -> None:
-    """Raise unless kernels can count the rows of packed tensors, and these have equal totals."""
+    """Raise unless packed tensors have equal totals that 32 bits can count."""
     total_q, heads, _ = q.shape
     if heads * (total_q // FEWEST_ROWS + batch) > MOST_FORWARD_TILES:
         tiles = MOST_FORWARD_TILES // heads - batch
@@ -544,7 +544,7 @@ def check_cache(call: AttentionCall) -> None:
 
 
 def check_cache_counts(call: AttentionCall) -> None:
-    """Raise if 32 bits, in which kernels count, do not do for a size or what follows from it."""
+    """Raise unless 32 bits can count the sizes of a cache."""
     for name in TENSORS:
         operand = getattr(call, name)
         if operand is not None and max(operand.shape, default=0) > LARGEST:

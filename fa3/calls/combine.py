@@ -1,4 +1,4 @@
-"""Merging attention over parts of the keys: validate, launch. The CPU does it in torch."""
+"""Merging attention over parts of the keys: validate and launch."""
 
 import functools
 import math
@@ -92,7 +92,7 @@ def flash_attn_combine(
 def prepare_combine(
     partial: Operand, lse: Operand, out: Operand | None, out_dtype: torch.dtype
 ) -> tuple[Callable, int] | None:
-    """Validate a merge; return its kernel and CTAs, None on the CPU or with nothing to merge."""
+    """Validate a merge; return its kernel and CTAs, or None without launch."""
     check_settings()
     partial.check_rank("out_partial", ("num_splits", *DIMENSIONS))
     partial.check_dtype("out_partial", torch.float32)

@@ -109,7 +109,7 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
 
 
 def is_offset(tensor: torch.Tensor, address: int) -> bool:
-    """Whether an address is counted from 0. On the meta device it may be: no kernel runs there."""
+    """Whether a tensor has no memory. Meta tensors may: no kernel runs."""
     if tensor.is_meta or not tensor.numel():
         return False
     return address == tensor.storage_offset() * tensor.element_size()
@@ -155,7 +155,7 @@ def is_collective(tensor: torch.Tensor) -> bool:
 
 
 def check_resolved(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless a tensor is what lies in memory: in strides, and not its negative."""
+    """Raise unless memory holds the tensor itself: strided, not lazily negated."""
     if tensor.is_nested:
         raise lies_nowhere(name, tensor)
     if tensor.is_neg():

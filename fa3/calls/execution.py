@@ -1,4 +1,4 @@
-"""How prepared calls run: by one plan or, with packed queries, by a route that lengths decide.
+"""How prepared calls run: by one plan, or by a packed call's route.
 
 A call gives its tensors and numbers in one dictionary, from which the reference takes them on the
 CPU. On a GPU `Prepared` launches the kernels of any plan on the current stream of the tensors'
@@ -132,7 +132,7 @@ class PreparedPlan(NamedTuple):
     def of(
         cls, plan: Plan | DecodePlan, device: torch.device, launches: tuple[Launch, ...] = ()
     ) -> "PreparedPlan":
-        """Load the kernels of a plan, or of the launches that replace its own; none on the CPU."""
+        """Load the kernels of a plan or of given launches; none on the CPU."""
         if device.type == "cpu":
             return cls(plan, None)
         table = None if plan.table is None else Table.upload(plan.table, device)
@@ -153,7 +153,7 @@ class PreparedPlan(NamedTuple):
 
 
 def for_launches(values: dict[str, Any]) -> dict[str, Any]:
-    """Put in what kernels take: the address of the log-sum-exp, 0 for none, and a seed."""
+    """Add the address of the log-sum-exp, 0 for none, and a seed."""
     lse, dropout = values["lse"], values["dropout"]
     values["lse"] = 0 if lse is None else lse.data_ptr()
     if dropout is not None:

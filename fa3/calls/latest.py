@@ -1,4 +1,4 @@
-"""The latest call with some options: a call that is like it is not described again.
+"""The latest call with some options; a call like it is not described again.
 
 To describe its tensors takes a call most of its time. In a model, tensors of layers and steps
 differ only in addresses and, where rows are packed, in rows. `FastPath` compares a call's tensors
@@ -31,7 +31,7 @@ UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be descr
 
 
 class FastPath(Generic[Outcome]):
-    """The latest call with the same options. Threads may share it: what is found fits.
+    """The latest call with the same options; threads may share it.
 
     Attributes:
         remembered: what calls are compared with.
@@ -49,7 +49,7 @@ class FastPath(Generic[Outcome]):
         self.remembered: tuple[Callable[[Mapping], list[int] | None], Outcome] | None = None
 
     def find(self, values: Mapping[str, Any]) -> tuple[Outcome | None, Sequence[int]]:
-        """What the latest call led to if its tensors were like these, and where these begin.
+        """Return what the latest call led to, and addresses, if tensors are alike.
 
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
         """
@@ -91,7 +91,7 @@ class FastPath(Generic[Outcome]):
 def comparison(
     tensors: Mapping[str, torch.Tensor], alignments: Mapping[str, int], growing: Collection
 ) -> Callable[[Mapping], list[int] | None]:
-    """Return what says where a call's tensors begin if they are like these; None if not.
+    """Return a function that compares tensors with these and returns addresses, or None.
 
     It keeps none of them. Arguments are as in `FastPath.remember`.
     """
@@ -144,7 +144,7 @@ def comparison(
 
 
 def check_of_alignments(alignments: tuple[int, ...]) -> Callable[..., bool]:
-    """Whether tensors may begin at some addresses: multiples of these, and no offsets from 0."""
+    """Return a check that addresses are aligned, and in memory."""
 
     def are_aligned(*begins: int) -> bool:
         return min(begins) >= LOWEST_ADDRESS and not any(map(mod, begins, alignments))

@@ -1,4 +1,4 @@
-"""What a call says about its scores, except the scale, and its dropout: checked, and split.
+"""Score and mask functions, biases and dropout of a call, checked.
 
 Templates of it shape the code; the tensors go to the kernel. The seed of dropout is
 drawn from torch's default generator of the tensors' device, on that device. So the host waits for

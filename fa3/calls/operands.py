@@ -65,7 +65,7 @@ class Operand(NamedTuple):
     def check_sizes(
         self, name: str, dimensions: Sequence[str], sizes: dict[str, tuple[int, str]]
     ) -> None:
-        """Raise unless a tensor has the sizes that its dimensions have in tensors before it.
+        """Raise unless a tensor's sizes agree with the tensors before it.
 
         Args:
             sizes: by dimension its size, and the tensor that says so; new dimensions are added.
@@ -100,7 +100,7 @@ class Operand(NamedTuple):
     def check_head_dim(
         self, name: str, unit: int = HEAD_DIM_UNIT, where: str = "", most: int = MAX_HEAD_DIM
     ) -> None:
-        """Raise unless kernels can take rows of this length. `where` says for what `unit` holds."""
+        """Raise unless kernels can take rows of this length."""
         columns, units = self.shape[-1], f"multiples of {unit} up to {most}"
         if columns % unit or not 0 < columns <= most:
             raise ValueError(f"{name} has head_dim {columns}, supported{where} are {units}")
@@ -115,7 +115,7 @@ class Operand(NamedTuple):
             )
 
     def check_layout(self, name: str, has_any_rows: bool = False) -> None:
-        """Raise unless TMA can walk the tensor where it lies, perhaps also with more rows."""
+        """Raise unless TMA can walk the tensor, perhaps also with more rows."""
         self.check_contiguous(name)
         unit = ALIGNMENT // self.dtype.itemsize
         for dim, size in enumerate(self.shape[:-1]):
@@ -202,7 +202,7 @@ def operand_of(tensor: torch.Tensor) -> Operand:
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise if torch does not let a tensor be written here, which it would say in mid-call."""
+    """Raise if torch would refuse to write a tensor, in mid-call."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} must not be an inference tensor when it is written outside of "
@@ -223,7 +223,7 @@ def check_of_addresses(
     written: tuple[str, ...],
     growing_names: tuple[tuple[str, ...], ...] = (),
 ) -> CheckOfAddresses:
-    """The check that what a call writes shares no memory with what else it uses.
+    """Return a check that written tensors share no memory with others.
 
     Args:
         names: of the call's tensors.
@@ -287,7 +287,7 @@ def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | Non
 
 
 def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
-    """Which rows of q belong to queries that are used, (total_q,) bool; there is a sequence."""
+    """Which rows of q are used, (total_q,) bool; at least one sequence."""
     row = torch.arange(total_q, dtype=torch.int32, device=ends.device)
     end = ends[1:]
     if used is not None:

@@ -413,7 +413,7 @@ torch.library.register_autograd(
 
 
 def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients in memory; raise unless all results go with q and v, which are checked."""
+    """The gradients in memory; raise unless all results fit q and v."""
     q, v, lse = (call[name] for name in ("q", "v", "lse"))
     *batch, rows, heads, _ = q.shape
     out_is = (*q.shape[:-1], v.shape[-1]), q.dtype
@@ -576,7 +576,7 @@ def trace_combine(
 
 
 def refuse_gradients(arguments: Mapping[str, Any]) -> None:
-    """Raise if one of these is a tensor that requires grad, and would get none."""
+    """Raise if a tensor requires grad that would get none."""
     for name, tensor in arguments.items():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             check_undifferentiated(name)

@@ -1,4 +1,4 @@
-"""The options of calls: one table for all public functions, and what is made of them.
+"""The options of calls: one table for all public functions.
 
 Options are checked the first time that a function is called with them. Repeated calls find what was
 made of them, by value and type.
@@ -107,7 +107,7 @@ def options_of(
     values: Mapping[str, Any],  # of the call, by name
     passed: tuple,  # the options, in the order of `OPTIONS_OF`
 ) -> Checked:
-    """Check the options of a call, or find what was made of the same ones before."""
+    """Check the options of a call, or look up equal ones."""
     window_size, prepared_by = values["window_size"], pick_prepared_by(values)
     try:
         left, right = window_size if type(window_size) is tuple else as_pair(window_size)
@@ -243,7 +243,7 @@ def integer(
 
 
 def real(name: str, value: object) -> float:
-    """A number. No tensor, which could be on a GPU: the host would wait for it."""
+    """A number; no tensor, for which the host might wait."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, got {shown(value)}")
     try:
@@ -277,7 +277,7 @@ def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
-    """The window with causal folded in: whatever its right bound, no key ahead is seen."""
+    """The window; with causal, no key ahead is seen."""
     if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
         raise ValueError(
             f"window_size must be two integers (left, right), each -1 or more, got {window_size}"

@@ -12,7 +12,7 @@ from fa3.problem import REMEMBERED
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor lie, from its first on; strides are in elements."""
+    """Where the elements of a tensor lie, with strides in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         return self._replace(shape=(rows, *self.shape[1:]))
 
     def split(self, stride: int) -> tuple[int, "Layout"]:
-        """How often a tensor steps by so many bytes, and what lies within one of these steps."""
+        """How often a tensor steps by so many bytes, and one step."""
         if self.longest < stride:
             return 1, self
         *inner, (_, size) = self.steps

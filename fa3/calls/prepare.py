@@ -50,7 +50,7 @@ from fa3.settings import check_settings
 
 @functools.cache
 def one_on(device: torch.device) -> torch.Tensor:
-    """A one, (1, 1), that calls on any stream may read. Must not be called during a capture."""
+    """A one, (1, 1), that any stream may read; not during a capture."""
     make = functools.partial(torch.ones, 1, 1, dtype=torch.float32, device=device)
     if device.type != "cuda":
         return make()
@@ -293,7 +293,7 @@ def problem_posed_by(
 
 
 def posed_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
-    """A tensor as it is described, or one on the CPU with this shape and aligned rows."""
+    """A description of a tensor, or of a CPU tensor of this shape."""
     if isinstance(value, torch.Tensor):
         if dtype is not None:
             raise ValueError(
@@ -362,7 +362,7 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
 
 
 def query_step(options: Options) -> int:
-    """Rotary positions from a query to the next: 1, or 0 if all queries share one."""
+    """Rotary positions between queries: 1, or 0 if they share one."""
     return int(options.window != Window())
 
 

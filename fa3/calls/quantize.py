@@ -1,4 +1,4 @@
-"""`quantize`: q, k and v from 16 bits to FP8, with the descales that calls in FP8 take."""
+"""`quantize`: q, k and v from 16 bits to FP8, with descales."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def quantize(
     smooth_k: bool = False,
     hadamard: bool = False,
 ) -> Quantized:
-    """Round q, k and v to FP8 (e4m3), with a descale for each sequence and key/value head.
+    """Round q, k and v to FP8 (e4m3); choose descales by sequence and head.
 
     A descale is the largest magnitude that it stands for, divided by 448, the largest number in
     e4m3, in float32; at least 2**-40. Query heads of one key/value head share a descale. Runs on

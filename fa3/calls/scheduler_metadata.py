@@ -1,4 +1,4 @@
-"""How the attention of one step is run, decided once for all layers of a model.
+"""Scheduler metadata: how a step runs, decided once for all layers.
 
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
 the host can add, where it knows the lengths of equal queries on a cache: that cutting does not pay,
@@ -251,7 +251,7 @@ def keys_in_cache(
     most_keys: int,
     most_new: int,
 ) -> list[int] | None:
-    """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
+    """Keys of each sequence, new ones included; None if the host cannot see."""
     if not isinstance(lengths, torch.Tensor):
         length = integer("cache_seqlens", lengths, kind=LENGTHS)
         check_each("cache_seqlens", [length], LONGEST, "from 0 to {}")
@@ -284,7 +284,7 @@ def keys_in_cache(
 
 
 def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
-    """Raise unless each has an int32 for each sequence, and ends of sequences one more."""
+    """Raise unless tensors are int32 with an entry for each sequence or end."""
     for name, tensor in tensors.items():
         if tensor is not None:
             operand = describe(name, tensor, 1)

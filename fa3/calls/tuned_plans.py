@@ -1,4 +1,4 @@
-"""The plans that `fa3 tune` measured to be the fastest, on disk next to the compiled kernels.
+"""Plans that `fa3 tune` measured to be fastest, kept on disk.
 
 A file has the plans of one GPU and of one version of fa3: another kernel may have another fastest
 plan. A process reads it once, so that its plans never change: plans that are written meanwhile
@@ -48,7 +48,7 @@ def is_tuned(problem: Problem, gpu: Gpu) -> bool:
 
 
 def tuning_key(problem: Problem, gpu: Gpu) -> str:
-    """Return all that a tuned plan depends on, besides the GPU's name and the version of fa3."""
+    """Return what a tuned plan depends on, besides GPU and version."""
     settings = ", ".join(SETTINGS[name] for name in ("FA3_REFERENCE", "FA3_FP8_SUMS"))
     return f"{problem} on {gpu.num_sms} SMs, {settings}"
 

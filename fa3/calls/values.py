@@ -1,4 +1,4 @@
-"""Check the numbers in a call's small integer tensors, as far as the host sees them.
+"""Check the numbers in integer tensors that the host can see.
 
 The host sees values on the CPU. Values on a GPU are read back with FA3_ASSERTIONS=1 only, for
 finding errors: to read it, the host waits for the GPU. The kernels bound what they find there.
@@ -37,12 +37,12 @@ PADDING = "from 0 to the sequence's length of {}"
 
 
 def is_visible(value: int | torch.Tensor) -> bool:
-    """Whether the host is to see a value: it need not wait for a GPU, or is told to."""
+    """Whether the host may read a tensor without waiting, or is told to."""
     return isinstance(value, int) or value.is_cpu or ASSERTIONS
 
 
 def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
-    """Return the values of a tensor; None without one, or if the host must not read it.
+    """Return a tensor's values; None if the host must not read them.
 
     Raises:
         RuntimeError: it would have to be read back while a CUDA graph is captured.
@@ -54,7 +54,7 @@ def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
 
 
 def check_readable(what: str, tensor: torch.Tensor) -> None:
-    """Raise RuntimeError if a CUDA graph is captured, and what a tensor holds cannot be read."""
+    """Raise RuntimeError during a capture, when values cannot be read."""
     if not tensor.is_cpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS=1 can "
@@ -87,7 +87,7 @@ def check_scores(values: Mapping[str, Any], scale: float) -> None:
 
 
 def check_each(name: str, numbers: Sequence[int], most: int | Sequence[int], accepted: str) -> None:
-    """Raise unless the number of each sequence is from 0 to `most`, as `accepted` says."""
+    """Raise unless each sequence's number is from 0 to `most`."""
     limits = [most] * len(numbers) if isinstance(most, int) else most
     for sequence, (number, limit) in enumerate(zip(numbers, limits, strict=True)):
         if not 0 <= number <= limit:
@@ -102,7 +102,7 @@ def check_each(name: str, numbers: Sequence[int], most: int | Sequence[int], acc
 def check_lengths(
     integers: Sequence[torch.Tensor | None], totals: tuple[int, int], longest: tuple[int, int]
 ) -> None:
-    """Raise unless q and k have the rows of all sequences, and none is longer than the call says.
+    """Raise unless packed rows suffice and no sequence exceeds its bound.
 
     Checks what the host sees.
 
@@ -185,7 +185,7 @@ def on_device(
 def values_on_host(
     call: AttentionCall, integers: Mapping[str, int | torch.Tensor | None]
 ) -> dict[str, list | None]:
-    """Gather what the host can see, by the names of `INTEGERS`; None where it cannot.
+    """Gather the `INTEGERS` that the host can see; None for others.
 
     Args:
         integers: the int32 tensors, or a number in place of seqused_k.

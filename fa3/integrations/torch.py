@@ -86,7 +86,7 @@ def order_of_backends() -> list[int]:
 
 
 def stock_kernel(name: str, key: str) -> Callable:
-    """Return what runs an operator at a dispatch key so far; RuntimeError if nothing does."""
+    """Return the present kernel of an operator at a dispatch key, or raise."""
     try:
         return torch.library.get_kernel(name, key).call_boxed
     except RuntimeError as error:
@@ -118,7 +118,7 @@ class Refused(Exception):
 
 
 class AtenArguments(NamedTuple):
-    """What an operator was called with, by aten's names; what it has not is at its default."""
+    """An operator's arguments by aten's names, with defaults."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -185,7 +185,7 @@ class Routed:
             return self.stock(keys, *arguments, **named)
 
     def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
-        """Return the arguments of a call; raise `Refused` for one that only a later torch has."""
+        """Return a call's arguments; raise `Refused` for unknown ones."""
         try:
             return AtenArguments(**dict(zip(self.names, arguments, strict=False)), **named)
         except TypeError:
@@ -225,7 +225,7 @@ def flash_forward_into(call: AtenArguments) -> torch.Tensor | None:
 
 
 def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Write out; return the log-sum-exp, and the seed that was drawn. The shapes are fa3's."""
+    """Write out; return log-sum-exp and seed, in fa3's shapes."""
     check_taken(call, out)
     state = draw_rng_state(call.query.device) if call.dropout_p else None
     options: dict[str, Any] = {
@@ -312,7 +312,7 @@ def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
 
 
 def has_lengths(call: AtenArguments) -> bool:
-    """Whether fa3 reads lengths like these; it has none to read where nothing is packed."""
+    """Whether fa3 can read lengths like these; without packing it reads none."""
     if call.cum_seq_q is None:
         return call.seqused_k is None
     integers = call.cum_seq_q, call.cum_seq_k, call.seqused_k

@@ -1,4 +1,4 @@
-"""fa3 as an attention backend of vLLM: prefill, decode and mixed batches on its paged caches.
+"""fa3 as an attention backend of vLLM, on its paged caches.
 
 vLLM packs the queries of all requests of a step into one tensor, and keeps keys and values in
 pages. First each layer's `do_kv_cache_update` writes the new ones there; then `forward` is one call
@@ -143,7 +143,7 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
         self.sinks = sinks
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and the values of a layer's cache, (pages, tokens of a page, heads, columns)."""
+        """A layer's keys and values, (pages, page size, heads, columns)."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return keys, values
 
@@ -217,7 +217,7 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
 
 
 def with_aligned_heads(cache: torch.Tensor) -> torch.Tensor:
-    """The same cache with a stride of heads that TMA takes; along one head it may be anything."""
+    """The same cache with a stride of heads that TMA takes."""
     heads, columns = cache.shape[2:]
     if heads > 1:
         return cache

@@ -189,7 +189,7 @@ class Forward(AttentionKernel):
 
     @property
     def stores_rows(self) -> bool:
-        """Whether each thread stores its rows of O, since shared memory has no room for them."""
+        """Whether threads store rows of O themselves, for lack of shared memory."""
         return self.spec.is_fp8 and not self.config.own_o
 
     @property

@@ -1,4 +1,4 @@
-"""Number formats of the forward kernel: 16 bits, products in FP8, and 16 bits on an FP8 cache.
+"""Number formats of the forward kernel: 16 bits, FP8, and FP8 caches.
 
 A format says how blocks of K and V get from the producer's loads to the WGMMAs: as they are loaded,
 or rewritten by further warps of the producer warpgroup. It has the WGMMAs.
@@ -28,7 +28,7 @@ CONVERTERS = 2  # warps that convert blocks of an FP8 cache; a third changes not
 
 @dataclass(frozen=True)
 class SixteenBits:
-    """q, k and v in 16 bits: the WGMMAs read blocks as they are loaded."""
+    """q, k and v in 16 bits: WGMMAs read blocks as loaded."""
 
     config: ForwardConfig
     dtype: type  # element type of the operands of WGMMAs

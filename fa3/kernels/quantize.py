@@ -1,4 +1,4 @@
-"""Quantize: rounds q, k and v to e4m3, with a scale for each sequence and key/value head.
+"""Quantize: rounds q, k and v to e4m3, with scales.
 
 All rows that share a scale are a *unit*: of q the rows of a group of heads, of k and v of one head.
 The same number of CTAs visits each unit twice. At first each writes the largest magnitude of its
@@ -144,7 +144,7 @@ class Quantize(KernelBase):
 
     @cute.jit
     def visit(self, call: QuantizeArguments, kind: cutlass.Constexpr, unit, cta, is_first, smem):
-        """Visit a unit, of q if `kind` is 0, of k if it is 1, of v if it is 2."""
+        """Visit a unit of q, k or v (`kind` 0, 1 or 2)."""
         descales, (units, ctas) = call.descales[kind], call.largest.shape
         nth = unit - kind * (units // 3)
         batch, head = nth // descales.shape[1], nth % descales.shape[1]
@@ -261,7 +261,7 @@ class UnitVectors:
 
     @cute.jit
     def rotate(self, values: cute.Tensor):
-        """Negate some columns, then apply a Hadamard matrix of 1 and -1 to blocks of them."""
+        """Negate some columns, then apply a Hadamard matrix to blocks of them."""
         negated = Uint32(self.vector + 1) * Uint32(HASH) >> 24
         for i in cutlass.range_constexpr(VECTOR):
             values[i] = -values[i] if negated >> i & 1 == 1 else values[i]

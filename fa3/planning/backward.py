@@ -1,4 +1,4 @@
-"""Plans of the backward pass: the tiling, the order of the key tiles, and what is launched.
+"""Plans of the backward pass: tiling, order of key tiles, launches.
 
 A CTA of the backward kernel has a key tile of one key/value head, and all query heads that share
 it. The tiles of the first keys come first: with a causal mask most queries see them.
@@ -224,7 +224,7 @@ BACKWARD_PRODUCTS = 2.5
 
 @dataclass(frozen=True)
 class BackwardPlan(PlanBase):
-    """How the gradients of a problem are computed; it has at least one query and one key."""
+    """How gradients are computed, with at least one query and key."""
 
     problem: Problem
     gpu: Gpu = H200
@@ -392,7 +392,7 @@ class BackwardPlan(PlanBase):
 
     @property
     def has_long_key_tiles(self) -> bool:
-        """Whether key tiles that add to one accumulator are more than a query block apart."""
+        """Whether key tiles of an accumulator are over a query block apart."""
         return self.accumulators > 1 or self.config.tile_n > self.config.tile_m
 
     @property
@@ -469,17 +469,17 @@ def key_tiles_of(
 
 
 def words_of_counters(groups: int) -> int:
-    """int32 that the backward kernel counts in for so many head groups, a multiple of 4."""
+    """Counters of the backward kernel for these head groups, a multiple of 4."""
     return -(-place_of_group_flag(groups, 0) // QUAD) * QUAD
 
 
 def convert_ctas(tiles: int) -> int:
-    """CTAs that convert dQ of so many query tiles, at least one for each warp."""
+    """CTAs that convert dQ, with a query tile for each warp."""
     return -(-tiles // (WARPS * MMA_GROUPS))
 
 
 def fuses_preprocess(seqlen_k: float, window: Window) -> bool:
-    """Whether queries see so many keys that the backward kernel has time to preprocess some."""
+    """Whether the backward kernel has time to preprocess some queries."""
     left, right = window
     keys = seqlen_k if right == NO_BOUND else seqlen_k / 2
     if left != NO_BOUND:
@@ -514,7 +514,7 @@ class PackedRows(NamedTuple):
 def launch_of_packed(
     kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
 ) -> tuple[Launch, BufferLayout]:
-    """Return the launch for packed sequences of any lengths, and the buffer that kernels share."""
+    """Return the launch for packed sequences, and the kernels' shared buffer."""
     config, num_sequences, total_k = kernels.config, rows.num_sequences, rows.total_k
     tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
     fitting = rows_in_l2(kernels.spec) // max(1, rows.longest_q)

@@ -1,4 +1,4 @@
-"""GPUs, and the parameters of the cost model: what tiles, schedules and launches cost on them.
+"""GPUs, and the cost model's parameters of tiles, schedules and launches.
 
 Parameters are data. `benchmarks.fit_costs` fits them to measured times and writes
 `costs_h200.json`. `fa3.planning.prediction` uses them. `fa3.calls.devices` finds the `Gpu` that a
@@ -25,7 +25,7 @@ LEAST_GAIN_US = 0.5  # `LEAST_MARGIN` in microseconds, for calls that take only 
 
 
 def least_gain(us: float, margin: float = LEAST_MARGIN) -> float:
-    """Microseconds that a candidate which takes `us` must gain over another to count as faster."""
+    """Microseconds that a candidate must gain to count as faster."""
     return max(margin * us, LEAST_GAIN_US)
 
 
@@ -36,7 +36,7 @@ AGAIN = "again"  # key in `Costs.call_us` of the second launch, which repeats ma
 
 
 def has_mask(spec: AttentionSpec) -> bool:
-    """Whether this spec has a causal or window mask, so that its tiles differ in key blocks."""
+    """Whether a spec has a causal or window mask: tiles differ in key blocks."""
     return bool(spec.mask.left or spec.mask.right)
 
 
@@ -217,7 +217,7 @@ GPUS = {"H100": H100, "H200": H200}  # GPUs by the names that a caller may give 
 
 
 def as_gpu(gpu: Gpu | str) -> Gpu:
-    """Return the GPU of a name in `GPUS`, or a `Gpu` as it is; else raise an error."""
+    """Return a GPU by its name in `GPUS`, or a `Gpu` unchanged."""
     if isinstance(gpu, Gpu):
         return gpu
     if gpu in tuple(GPUS):

@@ -1,4 +1,4 @@
-"""`DecodePlan`: how attention to a key/value cache will run. Runs on the host; needs no GPU.
+"""`DecodePlan`: how attention to a key/value cache will run.
 
 `fa3.calls.execution` launches its kernels; `fa3.reference.steps` walks them on the CPU. The decode
 kernel reads the cache, cut so that all SMs read equally many keys, and merges the parts if they are
@@ -201,7 +201,7 @@ class DecodePlan(PlanBase):
         batch_invariant: bool = False,
         **kinds: Any,  # the fields from `is_packed` on
     ) -> "DecodePlan":
-        """Return the plan of calls with keys in a cache, as a rule a dense call's own K and V."""
+        """Return the plan of dense calls whose K and V are a cache."""
         plan = cls(problem, gpu, cache, NoSplit(), gpu.num_sms, **kinds)
         num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, plan.window, gpu.num_sms)
         options = num_splits, batch_invariant, plan.is_packed, plan.appends
@@ -248,7 +248,7 @@ class DecodePlan(PlanBase):
 
     @property
     def window(self) -> Window:
-        """The bounds of the window as kernels get them: of packed keys as they are."""
+        """The bounds of the window as kernels get them."""
         window = self.problem.window
         return window if self.cache.is_packed else self.sizes.bounds(window)
 
@@ -302,7 +302,7 @@ class DecodePlan(PlanBase):
         return self.is_packed and isinstance(self.cut, FixedSplit)
 
     def launches(self) -> tuple[Launch, ...]:
-        """Return the kernel that attends, and the one that merges where the former does not."""
+        """Return the decode kernel, and the merging kernel where needed."""
         cut, combine, size = self.cut, self.combine(), self.workspace
         num_splits = unit_blocks = max_parts = longest = 1
         if isinstance(cut, FixedSplit):
@@ -344,7 +344,7 @@ class DecodePlan(PlanBase):
 
     @property
     def is_measured(self) -> bool:
-        """Whether such calls were measured: one tile for each head of K and V, heads up to 128."""
+        """Whether such calls were measured: one tile per head, sizes up to 128."""
         head_dim = max(self.problem.spec.head_dim, self.problem.spec.head_dim_v)
         return self.sizes.num_m_blocks == 1 and head_dim <= MEASURED_HEAD_DIM
 
@@ -448,7 +448,7 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
 
 
 def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
-    """Blocks of 64 keys of an FP8 cache, in as many stages as hold the bytes in flight."""
+    """Blocks of 64 FP8 keys, with stages that hold the bytes in flight."""
     block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     for ctas, q_stages, converted in FP8_TILINGS:
         empty = DecodeConfig(0, q_stages, ctas, converted)
@@ -533,7 +533,7 @@ def units_of(
 def whole_tiles_suffice(
     sizes: Sizes, window: Window, key_bytes: int, lengths: list[int], num_ctas: int
 ) -> bool:
-    """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
+    """Whether whole tiles take less time than equal pieces and their merge."""
     most, total = most_of_whole_tiles(sizes, sizes.bounds(window), lengths, num_ctas)
     return most <= -(-total // num_ctas) + MERGE_BYTES / (TILE_N * key_bytes)
 
@@ -541,7 +541,7 @@ def whole_tiles_suffice(
 def most_of_whole_tiles(
     sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
 ) -> tuple[int, int]:
-    """Key blocks of the CTA that has the most if tiles stay whole, and of all CTAs."""
+    """Most key blocks of a CTA with whole tiles, and of all CTAs."""
     mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
     blocks = (
         mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))

@@ -1,4 +1,4 @@
-"""Plans and kernels in words: what a plan does, its predicted time, bottleneck and candidates.
+"""Plans and kernels in words, with predicted time, bottleneck and candidates.
 
 `describe_kernel` says what people call a kernel: its role, tile, and what it is compiled for.
 """
@@ -52,7 +52,7 @@ def describe_plan(
     sentences: dict[str, str],  # of this kind of plan, by what they are about
     flops: int,  # useful floating-point operations
 ) -> str:
-    """A plan in words: what there is to say of any one, then its own sentences."""
+    """A plan in words: general lines, then lines of its kind."""
     sentences = {
         "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v and out have "
         f"{quantity(problem.bytes, 'B')}.",
@@ -89,7 +89,7 @@ def quantity(number: float, unit: str) -> str:
 
 
 def duration(us: float) -> str:
-    """A time in three digits or more: "12.3 us", "1,234 us", "393.9 ms", "13.7 s"."""
+    """A time in three digits or more: "12.3 us", "393.9 ms", "13.7 s"."""
     if us >= 10_000_000:
         return f"{us / 1_000_000:,.1f} s"
     if us >= 10_000:
@@ -199,7 +199,7 @@ def words_of_spec(spec: AttentionSpec) -> list[str]:
 
 
 def names_of_modifiers(spec: AttentionSpec) -> list[str]:
-    """The names of scores and masks of a spec, and whether it has sinks and dropout."""
+    """The names of a spec's scores and masks, with sinks and dropout."""
     masks = () if isinstance(spec.mask, Intervals) else spec.mask.templates
     kinds = [template.kind for template in (*spec.scores, *masks)]
     names = [SCORES.get(kind, kind.__name__) for kind in kinds]
@@ -222,7 +222,7 @@ def head_dims(head_dim: int, head_dim_v: int) -> str:
 
 
 def name_of_mask(mask: Any) -> str:
-    """The bounds that a kernel has code for; it takes their values when it is launched."""
+    """The bounds that a kernel has code for, without their values."""
     if isinstance(mask, Intervals):
         return "key ranges from the table"
     return {
@@ -234,7 +234,7 @@ def name_of_mask(mask: Any) -> str:
 
 
 def describe_config(config: ForwardConfig) -> str:
-    """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed row max"."""
+    """A tiling in words, such as "128x80 in pairs of rows, fixed row max"."""
     text = f"{config.tile_m}x{config.tile_n}"
     if config.cluster > 1:
         text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"

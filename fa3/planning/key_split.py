@@ -1,4 +1,4 @@
-"""How many CTAs of the backward kernel share a key tile, so that all SMs have work.
+"""How many CTAs of the backward kernel share a key tile.
 
 A CTA has a key tile and all query heads that share its keys. With few key/value heads these are too
 few CTAs, and with a causal mask they differ in length. Then CTAs share a key tile: each has a
@@ -63,11 +63,11 @@ class KeyShares(NamedTuple):
         return self.head_parts * self.block_parts
 
     def parts_of_set(self, after: int) -> int:
-        """Parts of a set of query heads for a key tile that `after` others follow."""
+        """Parts of a head set for a key tile that `after` others follow."""
         return parts_of_tile(self.block_parts, self.rise, after)
 
     def parts_of_all(self, count: int) -> int:
-        """Parts of a set of query heads for all `count` key tiles of a sequence."""
+        """Parts of a head set for all `count` key tiles of a sequence."""
         rising = min(count, RISE * self.block_parts // self.rise)  # all others have `block_parts`
         return sum(map(self.parts_of_set, range(rising))) + (count - rising) * self.block_parts
 
@@ -86,7 +86,7 @@ class Waves(NamedTuple):
     fitting: int  # heads with Q, dO and dQ that fit into L2 together
 
     def heads_per_group(self, heads: int, tiles_of_head: int) -> int:
-        """Return heads of a head group, for an even number of about equal groups of all heads."""
+        """Return heads of each head group, for an even number of groups."""
 
         def cost(size: int) -> float:
             groups = -(-heads // size)
@@ -98,12 +98,12 @@ class Waves(NamedTuple):
 
 
 def may_split(num_tiles: int, num_sms: int) -> bool:
-    """Whether there are so few key tiles, of all heads, that a split may gain anything."""
+    """Whether key tiles of all heads are so few that splits may gain."""
     return may_have_parts(2 * num_tiles, num_sms)
 
 
 def may_have_parts(num_parts: int, num_sms: int) -> bool:
-    """Whether all key tiles may have so many parts; each takes 128 KB of memory, or a bit more."""
+    """Whether memory allows so many parts of all key tiles."""
     return num_parts <= MOST_PARTS_OF_SM * num_sms
 
 
@@ -125,7 +125,7 @@ def ways_to_share(
     least = max(int(work / most_parts), longest // BLOCK_PARTS[-1], 1)
 
     def way(size: int) -> KeyShares:
-        """With so many blocks in a part; the longer parts are, the fewer a tile has."""
+        """The split with so many blocks in a part."""
         return KeyShares(1, -(-group * longest // size), RISE * group * longest // (count * size))
 
     sizes, afters = range(least, group * longest), [tile.after for tile in tiles]
@@ -167,7 +167,7 @@ def time_of(
     shares: KeyShares,
     waves: Waves | None,
 ) -> float:
-    """The time until the last CTA ends, in query blocks; a free CTA takes the next part."""
+    """The time until the last CTA ends, in query blocks."""
     # With waves nearly all choices have parts, so that their cost would decide nothing.
     costs = shares.block_parts > 1 or (shares.parts > 1 and waves is None)
     besides = STEPS_OF_TILE + (STEPS_OF_PART if costs else 0.0)

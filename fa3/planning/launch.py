@@ -1,4 +1,4 @@
-"""What plans of all kinds are: launches with arguments by name, and the memory that they share.
+"""Plans: launches with arguments by name, and memory that they share.
 
 `fa3.calls.execution` loads the kernels and launches them.
 """
@@ -18,13 +18,13 @@ from fa3.problem import Problem, Window
 
 
 class FromCall(str):
-    """The name of a value that each call has for an argument: a tensor, or a number."""
+    """The name of a tensor or number that each call passes anew."""
 
     __slots__ = ()
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan; a plan is a list of them, in the order in which they run."""
+    """One kernel of a plan; plans list them in the order of running."""
 
     kernel: Any  # of `fa3.kernels`, what it is compiled for
     arguments: dict[str, Any]  # in order: what is `FromCall`, or what is the same in all calls
@@ -40,7 +40,7 @@ class Launch(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What kernels of a call share, besides the tensors of the call; each has a value's name."""
+    """Memory that kernels of a call share, besides the call's tensors."""
 
     counters: tuple[tuple[str, int], ...] = ()  # how many counters, which are zero
     parts: tuple[tuple[str, int], ...] = ()  # how many numbers, float32
@@ -63,7 +63,7 @@ NO_MEMORY = Memory()
 
 
 class PlanBase:
-    """What plans of both passes are: a problem, a GPU and launches, and the same in words."""
+    """Base class of plans: a problem, a GPU, launches, and words."""
 
     __slots__ = ()
 
@@ -95,11 +95,11 @@ class PlanBase:
         return self.problem.flops
 
     def sentences(self) -> dict[str, str]:
-        """Return what there is to say of this kind of plan, by what it is about."""
+        """Return this kind of plan's lines, by their labels."""
         raise NotImplementedError
 
     def explain(self) -> str:
-        """Say what the plan does, as far as it is known how long it takes, and what else could."""
+        """Say what the plan does, its predicted time, and the alternatives."""
         return describe_plan(self.problem, self.gpu, self.all_kernels, self.sentences(), self.flops)
 
 

@@ -82,7 +82,7 @@ class Plan(PlanBase):
 
     @property
     def online_max(self) -> int | None:
-        """Whether to use the online softmax, if the kernel has both kinds of row max; else None."""
+        """Whether to use the online softmax; None if the kernel has one kind."""
         return int(not self.config.fixed_reference) if self.has_online_and_fixed else None
 
     @property
@@ -217,7 +217,7 @@ class Plan(PlanBase):
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise TypeError or ValueError unless a plan, perhaps made by hand, can run its problem."""
+    """Raise TypeError or ValueError unless a plan can run its problem."""
     if plan.config is None:
         raise TypeError("plan must have a config, got None")
     if type(plan.schedule) not in SCHEDULES.values():
@@ -253,7 +253,7 @@ def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:
 def check_arguments(
     problem: Problem, gpu: Gpu, config: ForwardConfig | None, schedule: str | None
 ) -> None:
-    """Raise unless a problem and a GPU are valid, and the config and the schedule can run it."""
+    """Raise unless problem and GPU are valid, and the config can run it."""
     for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
@@ -319,7 +319,7 @@ def check_arguments(
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise TypeError unless a value is of a type; a bool does not count as an int."""
+    """Raise TypeError unless a value is of a type; bools are no int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
 

@@ -44,7 +44,7 @@ def plan_forward(
     config: ForwardConfig | None = None,
     schedule: ScheduleChoice = None,
 ) -> Plan:
-    """Choose how a problem runs; config and schedule by predicted times unless they are given.
+    """Choose how a problem runs: config and schedule, by predicted times.
 
     Args:
         problem: the problem to run.
@@ -128,7 +128,7 @@ def plan_of_schedule(
 
 
 def schedule_name(choice: ScheduleChoice) -> str | None:
-    """The name of the schedule that the caller asked for; None if the planner is to choose."""
+    """The name of the caller's schedule; None if the planner chooses."""
     if choice is None:
         return None
     if isinstance(choice, str):
@@ -179,7 +179,7 @@ def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
 
 
 def choose(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
-    """The first candidate, or the fastest of those predicted faster by more than the margin."""
+    """The fastest candidate, or the first if none is faster by the margin."""
     first = compared[0]
 
     def is_faster(one: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""The cost model: predicts a plan's time from its clusters' load and the bytes that it moves.
+"""The cost model: predicts a plan's time from load and bytes.
 
 `fa3.planning.costs` has the parameters. A `Load` is counted from the segments of a schedule; the
 planner compares whole tiles by the loads of `loads_of_whole_tiles`, without making schedules. A
@@ -59,7 +59,7 @@ def times_of(segments: Segments, tile: TileCosts) -> np.ndarray:
 
 
 def greedy_end(times: np.ndarray, lanes: int, level: float = 0.0) -> float:
-    """When the last lane is done, if all are free at `level` and then take segments greedily."""
+    """When the last lane ends, if all are free at `level`."""
     units = times.tolist()
     free_at = [level + us for us in units[:lanes]]
     heapq.heapify(free_at)
@@ -161,7 +161,7 @@ def bytes_moved(tiled: TiledProblem, load: Load) -> float:
 
 
 def unit_name(schedule: str, config: ForwardConfig) -> str:
-    """The key in `Costs.unit_us` of a schedule; clusters of two have a key of their own."""
+    """The key of a schedule and cluster size in `Costs.unit_us`."""
     return schedule if config.cluster == 1 else f"{schedule} in pairs"
 
 
@@ -229,7 +229,7 @@ def joined(compute_us: float, memory_us: float) -> float:
 
 
 class Cost(NamedTuple):
-    """A segment's time in microseconds, its key blocks, and how many of these need no mask."""
+    """A segment's microseconds, key blocks, and blocks without a mask."""
 
     us: float
     blocks: int
@@ -251,7 +251,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When and where every segment of a plan runs; time 0 is when the first CTAs start.
+    """When and where every segment of a plan runs, from time 0 on.
 
     In a simulation a lane is what one cluster occupies: an SM or several. When there are more
     clusters than lanes, the next cluster starts on the first free lane, as on the GPU.
@@ -288,7 +288,7 @@ class Timeline:
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
-        """For every span its end, or the start of the lane's next span if that is earlier."""
+        """Ends of spans, but none after the lane's next span starts."""
         ends = [span.end for span in self.spans]
         next_start: dict[int, float] = {}
         for i in sorted(range(len(ends)), key=lambda i: self.spans[i].start, reverse=True):
@@ -328,5 +328,5 @@ class Timeline:
 
     @property
     def balance(self) -> float:
-        """Mean work of a lane over the whole time: 1 when all begin and finish together."""
+        """Mean work of a lane over the whole time; 1 is the best."""
         return self.mean / self.us if self.us else 1.0

@@ -161,7 +161,7 @@ class Signature:
         return halved_tiling(self.shared_spec) if may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        """Return the plan of sequences of so many queries; of so many or fewer if packed."""
+        """Return the plan for this many queries; for at most these if packed."""
         heads = self.heads_kv, self.heads_q // self.heads_kv
         problem = Problem(self.spec, self.batch, most_queries, self.capacity, *heads, self.window)
         layout = self.cache or CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
@@ -189,14 +189,14 @@ class Signature:
 
     @property
     def may_split(self) -> bool:
-        """Whether tiles may be split, so that bits depend on what else is in the call."""
+        """Whether tiles may be split: then bits depend on the whole call."""
         return not (self.has_gradients or self.num_splits or self.batch_invariant)
 
     # ---------------------------------------------------- the forward kernel on packed queries
 
     @cached_property
     def config(self) -> ForwardConfig:
-        """The tiling for long sequences; it depends on the spec only, so no length compiles."""
+        """The tiling for long sequences; it depends on the spec only."""
         tiling = general_tiling
         if self.cache is not None:
             tiling = converting_tiling if self.cache.is_fp8 else halved_tiling
@@ -219,7 +219,7 @@ class Signature:
 
     @property
     def shared_spec(self) -> AttentionSpec:
-        """What the kernel for shared tiles is compiled for: a table says what rows see."""
+        """The spec of the kernel for shared tiles, whose table holds masks."""
         return replace(self.spec, mask=Intervals())
 
     def launches(self, splits: bool = False, overlaps_decode: bool = False) -> list[Launch]:
@@ -283,7 +283,7 @@ class Signature:
 
     @property
     def rows_of_section(self) -> int:
-        """Rows of K and V of one head that fit in L2, or in a share of it."""
+        """Rows of K and V of one head that fit in L2."""
         share = 1.0 if self.cache or has_mask(self.spec) else PACKED_SHARE
         return int(share * self.gpu.l2_bytes) // self.spec.key_bytes
 
@@ -356,7 +356,7 @@ def choose_dense(
     is_planned: bool = False,
     decode_is_faster: Callable[[], bool] | None = None,
 ) -> Route:
-    """Choose the kernels of a dense call; with gradients, `pack_gqa` is False unless asked for."""
+    """Choose the kernels of a dense call."""
     batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
     longest = problem.seqlen_q, problem.seqlen_k
     signature = Signature(
@@ -399,7 +399,7 @@ def has_no_key(_: Signature, sizes: PackedSizes) -> bool:
 
 
 def suits_shared_tiles(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether sequences that share tiles are likely to take less time than each by itself."""
+    """Whether shared tiles are likely to take less time."""
     config, num_sms = signature.shared_tiling, signature.gpu.num_sms
     batch, heads, total_q, total_k, longest_q, longest_k = sizes
     if (
@@ -422,7 +422,7 @@ def suits_shared_tiles(signature: Signature, sizes: PackedSizes) -> bool:
 
 
 def if_counted(signature: Signature, sizes: PackedSizes, most_queries: int) -> int:
-    """`most_queries` if 32 bits count the key blocks of all tiles, whatever the lengths are."""
+    """`most_queries`, if 32 bits count the key blocks of all tiles."""
     rows = most_queries * (signature.heads_q // signature.heads_kv)
     tiles = sizes.batch * signature.heads_kv * -(-rows // ROWS)
     return most_queries if tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST else 0

@@ -67,7 +67,7 @@ class TiledProblem:
 
     @property
     def num_clusters(self) -> int:
-        """Persistent clusters: as many as the GPU holds, but no more than there are tiles."""
+        """Persistent clusters: as many as the GPU holds, or fewer tiles."""
         return min(self.lanes, self.order.num_tiles)
 
     @property
@@ -110,7 +110,7 @@ def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.Blocks:
 
 
 class Tiling(NamedTuple):
-    """A row of the config table: the best config measured for up to `max_seqlen_q` queries.
+    """A row of the config table: the best measured config.
     It holds for head sizes up to these, elements of `element_bytes`, and with or without a mask;
     or, with `functions`, for users' scores or masks, which need registers."""
 
@@ -236,7 +236,7 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
 
 
 def configs(problem: Problem, gpu: Gpu, is_searched: bool = False) -> list[ForwardConfig]:
-    """The choice of `TILINGS` for a problem, then its other configs whose times are measured.
+    """The choice of `TILINGS` for a problem, then other measured configs.
     `is_searched` says that tiling and schedule are the planner's choice."""
     first = choose_config(problem, gpu)
     choices = [first]
@@ -259,14 +259,14 @@ def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
 
 
 def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig]:
-    """The tiling with single CTAs, pairs of row blocks and, if heads share keys, pairs of heads."""
+    """The tiling with single CTAs, pairs of rows, and pairs of heads."""
     shares_keys = problem.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates
     clusters = [(1, 1), (2, 1), *[(1, 2)] * shares_keys]
     return [replace(config, cluster_m=m, cluster_h=h) for m, h in clusters]
 
 
 def alternatives(spec: AttentionSpec) -> list[Tiling]:
-    """The rows of `TILINGS` that fit, up to the first without a limit on the queries."""
+    """The rows of `TILINGS` that fit, up to the first without limit."""
     rows = [row for row in (*TILINGS, *TILINGS_IN_FP8) if row.fits(spec)]
     limits = [row.max_seqlen_q for row in rows]
     return rows[: limits.index(math.inf) + 1]

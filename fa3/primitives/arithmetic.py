@@ -41,10 +41,7 @@ BITS = 31
 
 
 class Divisor(NamedTuple):
-    """A positive divisor. Dividing by it is a multiplication: `//` takes 40 instructions in a row.
-
-    Source: Granlund and Montgomery, Division by invariant integers using multiplication (1994).
-    """
+    """A positive divisor; dividing multiplies, as `//` takes 40 instructions."""
 
     value: Int32
     magic: Uint32

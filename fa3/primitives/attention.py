@@ -297,7 +297,7 @@ class Attention:
         return self.dropout.draw(acc_P, self.regs.p.element_type, n_block)
 
     def write_p(self, acc_P: cute.Tensor, drawn) -> None:
-        """Make P the operand of P V, which must be done with the block before."""
+        """Make P the operand of P V, after the block before."""
         if drawn is None:
             convert(acc_P, self.regs.p)
         else:

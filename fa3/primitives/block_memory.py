@@ -1,4 +1,4 @@
-"""Blocks of K or of V in shared memory, as they are loaded and as WGMMAs read them."""
+"""Blocks of K or V in shared memory, as loaded and for WGMMAs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from fa3.primitives.wgmma import ROWS
 
 
 class BlockRing(NamedTuple):
-    """Stages of blocks of K or of V in shared memory, swizzled, with their mbarrier pipelines."""
+    """Stages of blocks of K or V in shared memory, with pipelines."""
 
     blocks: cute.Tensor  # (keys, columns, stages) for WGMMAs; with products in FP8, V^T
     pipe: object  # to the MMA warpgroups
@@ -37,7 +37,7 @@ class BlockFields(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """The shared memory of blocks of K or of V, which warps may rewrite for WGMMAs."""
+    """The shared memory of blocks of K or V, perhaps rewritten."""
 
     # layout, dtype: of blocks (keys, columns, stages) for WGMMAs, or (columns, keys, stages).
     layout: cute.ComposedLayout
@@ -49,7 +49,7 @@ class BlockMemory:
 
     @classmethod
     def of(cls, tile_n: int, columns: int, dtype: type, stages: int) -> "BlockMemory":
-        """Blocks of keys that WGMMAs read as they are loaded; swizzled for them and TMA."""
+        """Blocks of keys that WGMMAs read as loaded, swizzled for both."""
         shape = ROWS, tile_n, columns
         layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, dtype, stages)
         return cls(layout, dtype, layout, dtype)

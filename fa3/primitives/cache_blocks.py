@@ -273,7 +273,7 @@ class GatheredBlocks:
 
     @cute.jit
     def find(self, n_block, keys: Keys) -> tuple:
-        """(row in its page, page) of this lane's key, clamped to the keys that may be read."""
+        """(row in its page, page) of this lane's key, clamped to readable keys."""
         page_size, _, _, num_pages = self.cache.shape
         lane, warp = self.thread % WARP, self.thread // WARP
         key = n_block * cute.size(self.smem, mode=[0]) + warp * self.rows_of_warp

@@ -1,4 +1,4 @@
-"""Blocks of an FP8 cache, converted to 16 bits in shared memory for the MMA warpgroups.
+"""Blocks of an FP8 cache, converted to 16 bits in shared memory.
 
 TMA or cp.async loads a block as e4m3. Converter warps write it in 16 bits, in the layout of blocks
 of a 16-bit cache. So the MMA warpgroups do the same as for these. To fp16 two values take one
@@ -28,13 +28,13 @@ CONVERTED = Float16  # element type of queries and of blocks that are multiplied
 
 
 def swizzle_of(row, width: int):
-    """What the swizzle of rows of `width` bytes does to numbers of chunks, by exclusive or."""
+    """Return what is xored with chunk numbers in rows of `width` bytes."""
     return row // (128 // width) % (width // CHUNK)
 
 
 @dataclass(frozen=True)
 class BlockRewriter:
-    """Makes blocks for the MMA warpgroups of loaded blocks of K or of V, with a few warps."""
+    """Converts loaded blocks of K or V for the MMA warpgroups."""
 
     ring: Any  # the `BlockRing`; loaded blocks are (tile_n, columns, stages) in e4m3
     # warp, lane: of this thread; the first of the warps is 0.
@@ -184,7 +184,7 @@ def convert_rows(
     barrier,  # of the warpgroup
     thread,
 ):
-    """Convert a tile's rows of Q in shared memory to fp16, each thread what it has copied there.
+    """Convert a tile's Q to fp16; each thread converts what it copied.
 
     Rows in bf16 may be too large or too small for fp16, so a tile is multiplied by a power of two.
 
@@ -216,7 +216,7 @@ def convert_rows(
 
 @cute.jit
 def elements_at(smem: cute.Tensor, dtype: cutlass.Constexpr, index) -> tuple:
-    """Vector number `index` of a tile of Q as float32 in registers, and where it is."""
+    """A vector of a tile of Q in float32, and its place."""
     row, vector = row_and_vector(index, cute.size(smem, mode=[1]))
     target = vector_of(smem[row, None], vector)
     raw = cute.make_rmem_tensor(VECTOR, dtype)

@@ -1,4 +1,4 @@
-"""Attention of a warpgroup in FP8: both products take e4m3; O is summed in two levels, or in one.
+"""Attention of a warpgroup in FP8, with two-level or one-level sums.
 
 FP8 WGMMAs differ from 16-bit ones in three ways:
 
@@ -42,18 +42,18 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two r
 
 
 def pv_overlaps(tile_n: int, columns_v: int) -> bool:
-    """Whether P V runs under the softmax of the next block: S, P, O and P V fit the registers."""
+    """Whether registers let P V overlap the next block's softmax."""
     return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS
 
 
 def fragment_registers(tile_n: int, columns_v: int, one_level: bool) -> int:
-    """Registers of a thread for its fragments of S, P, O and, if it is apart and overlaps, P V."""
+    """Registers of a thread for S, P, O and an overlapping P V."""
     is_apart = not one_level and pv_overlaps(tile_n, columns_v)
     return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
 
 class Fp8Attention(Attention):
-    """The attention of one tile's rows with q, k and v in e4m3, and sums in one level."""
+    """The attention of a tile in e4m3, with one-level sums."""
 
     @property
     def overlaps(self) -> bool:
@@ -72,7 +72,7 @@ class Fp8Attention(Attention):
             acc_O[r, None].store(acc_O[r, None].load() * factor)
 
     def write_p(self, acc_P: cute.Tensor, drawn) -> None:
-        """Make P the operand of P V, which must be done with the block before."""
+        """Make P the operand of P V, after the block before."""
         words = self.regs.p
         steps = cute.size(words) // 4
         operand = cute.make_tensor(
@@ -95,7 +95,7 @@ class TwoLevelAttention(Fp8Attention):
 
     @classmethod
     def of(cls, *fields) -> "TwoLevelAttention":
-        """The attention of a tile that has only begun; the arguments are the base's fields."""
+        """The attention of a tile at its beginning; arguments as in the base."""
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
         return cls(*fields, factors)

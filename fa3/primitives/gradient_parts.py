@@ -65,7 +65,7 @@ class KeySplit(NamedTuple):
     num_heads: Int32  # query heads of a set
 
     def work(self, n_block, set_number, batch, part_of_set: tuple, qhead_per_kvhead) -> KeyWork:
-        """The work of a part of a set: (which one it is, how many the set has)."""
+        """The work of a part of a set: (its index, parts of the set)."""
         (index, count), head_kv = part_of_set, self.sets.quotient(set_number)
         set_of_head, units = set_number - head_kv * self.sets.value, self.num_heads * HEAD
         width = (units + count - 1) // count
@@ -78,13 +78,13 @@ class KeySplit(NamedTuple):
 
 
 def parts_of_tile(block_parts, rise, after):
-    """Parts of a set of query heads for a key tile that `after` others follow: see `KeySplit`."""
+    """Parts of a head set for a key tile: see `KeySplit`."""
     return smaller(block_parts, (rise * (after + 1) + RISE - 1) // RISE)
 
 
 @cute.jit
 def parts_of_last(block_parts, rise, count) -> Int32:
-    """Parts of a set of query heads for the last `count` key tiles of a sequence."""
+    """Parts of a head set for a sequence's last `count` key tiles."""
     parts, after, rising = Int32(0), Int32(0), parts_of_tile(block_parts, rise, 0)
     while after < count and rising < block_parts:
         parts += rising
@@ -153,7 +153,7 @@ class GradientParts:
 
     @cute.jit
     def finish(self, accs: tuple, work: KeyWork, tiles, rows: KeyRows):
-        """Add this warp's rows of dK and dV to the other parts; the last warp writes them."""
+        """Add this warp's rows of dK and dV; the last warp writes."""
         parts, part, lane = work.parts, work.part, cute.arch.lane_idx()
         number = Int32(tiles.number((work.n_block, work.head_kv, work.batch)))
         first_slot = number * (self.tensors.split.sets.value * self.tensors.split.block_parts)
@@ -210,7 +210,7 @@ class GradientParts:
 
     @cute.jit
     def write(self, acc: cute.Tensor, lane, target: cute.Tensor, work: KeyWork, rows: KeyRows):
-        """Write this warp's rows of an accumulator to a gradient, as far as there are keys."""
+        """Write this warp's rows of an accumulator to a gradient."""
         group, fragment = self.warp // WARPS, as_rows_and_columns(acc)
         slab, share = work.n_block * (self.warps // WARPS) + group, 0
         if cutlass.const_expr(self.warpgroups_share_keys):

@@ -60,7 +60,7 @@ class ColumnStatistics:
 
     @cute.jit
     def exponentiate(self, scores: cute.Tensor, lses: cutlass.Constexpr, scale_log2: Float32):
-        """P = exp(score - lse), in place; `scale_log2` is the power of two of a score of 1."""
+        """P = exp(score - lse), in place; a score of 1 is 2^scale_log2."""
         for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
             lse = lses(begin // self.at_once)
             for i in cutlass.range_constexpr(self.at_once):
@@ -79,7 +79,7 @@ class ColumnStatistics:
         # Whether P is negative where it is dropped: then dP counts as 0.
         has_dropout: cutlass.Constexpr,
     ):
-        """dS = P (dP - delta), in place of dP; and times the derivatives of the scores."""
+        """dS = P (dP - delta) times the scores' derivatives, in place of dP."""
         for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
             delta = deltas(begin // self.at_once)
             for i in cutlass.range_constexpr(self.at_once):

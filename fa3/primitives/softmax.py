@@ -326,7 +326,7 @@ class ExactSoftmax(OnlineSoftmax):
 
     @cute.jit
     def follow(self, scores: cute.Tensor, shifts: tuple | None = None) -> tuple:
-        """Raise the references to the rows' maxima; return what O is to be multiplied by."""
+        """Raise the row maxima; return the factors of O."""
         maxima, margin, factors = self.maxima(scores, shifts), self.margin, []
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             largest = quad_reduce(maxima[r], cute.arch.fmax) + margin

@@ -51,13 +51,13 @@ class HostAppend:
 
 
 def in_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """x (tokens, heads, head_dim) divided by its heads' scales, in FP8; limited to its range."""
+    """x (tokens, heads, head_dim) over its heads' scales, in FP8."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return (x.float() / scales[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def rows_of_sequence(sequence: int, ends: torch.Tensor | None) -> int | slice:
-    """The index of a sequence's rows in a tensor that is dense, or packed with these ends."""
+    """The index of a sequence's rows in a dense or packed tensor."""
     return sequence if ends is None else slice(*ends[sequence : sequence + 2].clamp(min=0).tolist())
 
 

@@ -1,4 +1,4 @@
-"""The gradients of attention on the CPU: key tile by key tile in torch, as a kernel does it.
+"""Gradients of attention in torch, key tile by key tile.
 
 K and V of a tile stay, and the query blocks that see it pass by, of all query heads that share
 the tile. So dK and dV of a tile are summed in one place, and dQ of a row tile by tile in the
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """What the backward pass reads: of dense sequences, or of packed ones without the batch."""
+    """What the backward pass reads, of dense or packed sequences."""
 
     # q, k, v: as the forward pass took them.
     q: torch.Tensor

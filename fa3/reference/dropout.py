@@ -69,6 +69,6 @@ def word_of(seed: torch.Tensor, at: Position) -> torch.Tensor:
 
 
 def multiply(word, factor: int) -> tuple:
-    """The upper and the lower word of a product; 64 bits hold it modulo 2**64."""
+    """The upper and the lower word of a product of 32-bit numbers."""
     product = word * factor
     return product >> WORD_BITS & WORD_MASK, product & WORD_MASK

@@ -1,4 +1,4 @@
-"""q, k or v in FP8 with its scales, in torch: what the quantize kernel computes."""
+"""The quantize kernel in torch: q, k or v in FP8 with scales."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The segments of plans as steps, for the walker: of dense, packed and decode tiles.
+"""Segments of plans as steps for the walker.
 
 Same plan, same tiles in the same order, same key blocks as on a GPU. What differs from
 `fa3.kernels` is what happens at once: there, the CTAs of a GPU work at the same time, a tile's rows
@@ -80,7 +80,7 @@ def execute(plan: Plan, values: Mapping[str, Any]) -> None:
 
 
 def execute_packed(signature: Signature, values: Mapping[str, Any], short_queries: int = 0) -> None:
-    """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
+    """Attend inside of each sequence of CPU tensors.
 
     Args:
         values: as `Walker` names them, and the `PackedLengths`. Without cu_seqlens_k, k and v are a
@@ -145,7 +145,7 @@ def host_tensor(tensor: torch.Tensor | None) -> HostTensor | None:
 
 
 def steps_of_decode(plan: DecodePlan, sequences: Cached) -> Iterator[Step]:
-    """Yield a plan's work CTA by CTA. A tile has rows of all heads of a key/value head."""
+    """Yield a decode plan's work, CTA by CTA."""
     sizes, group, packed = plan.sizes, plan.sizes.qhead_per_kvhead, sequences.packed
     lengths = list(map(sequences.read, range(sequences.num_sequences)))
     work = plan.cut, sequences, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas

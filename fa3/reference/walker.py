@@ -46,7 +46,7 @@ def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
 
 
 def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
-    """Return the logits after a score; raise ValueError if its method does not return them."""
+    """Return the logits after a score; raise ValueError for other results."""
     with errors_of("score", score, "reference"):
         result = score.reference(logits, at)
     return as_matrix("score", score, result, logits.shape, "floats")
@@ -65,7 +65,7 @@ def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tens
 def as_matrix(
     argument: str, function: object, result: object, shape: tuple[int, ...], elements: str
 ) -> torch.Tensor:
-    """What a method returned, as a matrix of floats or bools; raises ValueError if it is none."""
+    """A method's result as a matrix; raise ValueError if it is none."""
     if isinstance(result, torch.Tensor):
         types = {"floats": result.is_floating_point(), "bools": result.dtype == torch.bool}
         # Sizes from the right that are 1 or the same.
@@ -337,7 +337,7 @@ class Walker:
 
 
 def batched(operands: Iterable[torch.Tensor | None]) -> list[Any]:
-    """q, k, v, out, lse and, if there are any, gradients of the last two: all with a batch."""
+    """q, k, v, out, lse and gradients of out and lse, batched."""
     return [
         x if x is None or x.ndim == ndim else x[None]
         for x, ndim in zip(operands, (4, 4, 4, 4, 3, 4, 3), strict=False)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 
 def read_sources() -> dict[str, tuple[int, str]]:
-    """For each of fa3's source files its modification time (ns) and the digest of its content."""
+    """Modification time (ns) and content digest of each source file."""
     root = Path(__file__).parents[1]
     return {
         str(path.relative_to(root)): (
@@ -46,7 +46,7 @@ changes. `fa3/__init__.py` reads them once more before it imports the first of t
 
 
 def read_again() -> None:
-    """Take the sources as they are now: for the time before any module that shapes code runs."""
+    """Take the sources as they are, before modules that shape code run."""
     SOURCES.clear()
     SOURCES.update(read_sources())
 
@@ -90,7 +90,7 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def path_of(key: str) -> Path:
-    """Return the file of a key's object; raise RuntimeError if there is no folder for it."""
+    """Return the file of a key's object; raise RuntimeError without a folder."""
     digests = [(name, digest) for name, (_, digest) in SOURCES.items()]
     name = hashlib.sha256(repr((key, digests)).encode()).hexdigest()
     return cache_dir() / f"{name}.o"
@@ -105,7 +105,7 @@ def holds(key: str) -> bool:
 
 
 def read(path: Path) -> bytes | None:
-    """The object in a file; None if the file is missing, damaged or not to be trusted."""
+    """The object in a file; None if it cannot be trusted."""
     try:
         check_trust(path.parent, path.parent.stat())
         # Refuse a link: we do not know who may change its target.
@@ -118,7 +118,7 @@ def read(path: Path) -> bytes | None:
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Write an object atomically; if that is not possible, warn and leave the file as it is."""
+    """Write an object atomically; warn if that is not possible."""
     if not SOURCES:
         warn("in a cache, since its sources are not in files")
         return
@@ -147,7 +147,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sealed(path: Path, code: bytes) -> bytes:
-    """The content of a file: the object, and a digest of the object and of the file's name."""
+    """A file's content: an object, and a digest of object and name."""
     return code + hashlib.sha256(path.name.encode() + code).digest()
 
 
@@ -163,7 +163,7 @@ def check_trust(path: Path, status: os.stat_result) -> None:
 
 
 def check_can_keep(folder: Path) -> None:
-    """Make the folder if it is not there; raise OSError if objects cannot be kept in it."""
+    """Make the folder; raise OSError if objects cannot be kept in it."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     check_trust(folder, folder.stat())
     if not os.access(folder, os.W_OK | os.X_OK):

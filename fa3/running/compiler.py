@@ -91,7 +91,7 @@ def load_kernel(kernel: Kernel) -> Callable:
 
 
 def from_disk(kernel: Kernel) -> Callable:
-    """The callable from the object on disk; compiles and writes the object if there is none."""
+    """The callable from the object on disk, which is compiled if missing."""
     with file_in_memory() as path:
         Path(path).write_bytes(object_code(kernel))
         module = cute.runtime.load_module(path, enable_tvm_ffi=True)
@@ -99,7 +99,7 @@ def from_disk(kernel: Kernel) -> Callable:
 
 
 def object_code(kernel: Kernel) -> bytes:
-    """A kernel's object from disk, not loaded; compiled and written there if there is none."""
+    """A kernel's object from disk, not loaded; compiled if missing."""
 
     def exported() -> bytes:
         compilation = compiled(kernel, OPTIONS)
@@ -126,7 +126,7 @@ def key_of(kernel: Kernel) -> str:
 
 @contextlib.contextmanager
 def file_in_memory() -> Iterator[str]:
-    """The path of an empty file in memory: the DSL can only read and write objects by path."""
+    """The path of an empty file in memory, which the DSL needs."""
     descriptor = os.memfd_create("fa3")
     try:
         yield f"/proc/self/fd/{descriptor}"

@@ -66,7 +66,7 @@ class Reserve:
 
 @dataclass(slots=True)
 class StreamCounters:
-    """The counters and the memory of parts of one stream, of a capture or not."""
+    """The counters and the memory of parts of one stream."""
 
     device: torch.device
     reserve: Reserve  # of the device; filled by calls that are not captured

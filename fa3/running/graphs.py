@@ -1,4 +1,4 @@
-"""Device memory that launches read: tables of schedules, and what a captured CUDA graph keeps.
+"""Tables in device memory, and what a captured CUDA graph keeps.
 
 Captured launches read this memory whenever the graph runs; `Capture.kept` holds it. The graph owns
 a CUDA user object, which posts a semaphore once the graph and its instances are gone. The next
@@ -32,7 +32,7 @@ class Capture:
 
     @classmethod
     def of(cls, graph: driver.CUgraph) -> "Capture":
-        """The capture of a graph, with a new semaphore that is posted when the graph is gone."""
+        """The capture of a graph; a semaphore tells when it is gone."""
         libc = library()
         # Freed only once posted: CUDA may post it after the interpreter is gone.
         gone = libc.calloc(1, SEMAPHORE_BYTES)
@@ -88,7 +88,7 @@ def is_capturing(device: torch.device) -> bool:
 
 @functools.cache
 def idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream with an empty queue: what runs on it does not wait for work on other streams."""
+    """A stream of its own, whose work waits for no other stream."""
     return torch.cuda.Stream(device)
 
 
@@ -113,7 +113,7 @@ def made_apart(make: Callable[[], torch.Tensor], device: torch.device) -> torch.
 
 
 def capture_of(stream: int) -> Capture | None:
-    """Return the capture that a stream, the current one, takes part in; None without one."""
+    """Return the capture that the current stream takes part in, or None."""
     if stream == LEGACY or not torch._C._cuda_isCurrentStreamCapturing():
         return None
     status, number, graph, *_ = succeeded(driver.cuStreamGetCaptureInfo(stream))
@@ -159,7 +159,7 @@ def library() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A table in device memory. It stays alive until the last launch that reads it has ended."""
+    """A table in device memory, kept until its last launch has ended."""
 
     numbers: torch.Tensor
     # Handles of the streams with launches that read the table.
