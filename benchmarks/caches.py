@@ -91,6 +91,7 @@ def spread(batch: int, longest: int, heads: tuple[int, int]) -> DecodeCell:
 CELLS = [
     *map(DecodeCell.of, NAMED["decode"]),
     DecodeCell.of(named("decode", 1, (1, 1024 * K), (32, 8))),
+    DecodeCell.of(named("decode", 40, (1, 3 * K), (32, 4))),
     *map(DecodeCell.of, NAMED["short-query"]),
     skewed(64, 8 * K, (32, 8)),
     spread(64, 16 * K, (32, 8)),

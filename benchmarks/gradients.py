@@ -48,7 +48,13 @@ FEW_HEADS = [
 ]
 """Few key/value heads, as under tensor parallelism: fewer key tiles than SMs, or hardly more."""
 
-IN_GRAPH = [FEW, *(cell for cell in FEW_HEADS if cell.seqlen_q <= 2 * K)]
+PACKED_FEW_HEADS = [
+    packed.pack("heads-h8.1-8x512", "heads", (8, 1), [512] * 8),
+    packed.pack("heads-h8.1-5-of-8k", "heads", (8, 1), [3500, 2000, 1500, 700, 492]),
+]
+"""Packed sequences with few key/value heads."""
+
+IN_GRAPH = [FEW, *(cell for cell in FEW_HEADS if cell.seqlen_q <= 2 * K), *PACKED_FEW_HEADS]
 """Shapes that are also replayed from a CUDA graph, where no host is slower than their kernels."""
 
 PACKED = packed.lognormal(64 * K)
@@ -62,13 +68,14 @@ SHAPES: list[Cell] = [
     named("gqa", 2, (4 * K, 4 * K), (32, 8)),
     FEW,
     *FEW_HEADS,
+    *PACKED_FEW_HEADS,
     PACKED,
 ]
 
 ORDERED = {
     *(f"d128-{mask}-{s}" for mask in MASKS for s in (K, 4 * K, 16 * K)),
     "d64-causal-4096",
-    *(cell.name for cell in FEW_HEADS),
+    *(cell.name for cell in FEW_HEADS + PACKED_FEW_HEADS),
     PACKED.name,
 }
 """Shapes on which deterministic gradients are measured beside the others."""
