@@ -41,7 +41,10 @@ BITS = 31
 
 
 class Divisor(NamedTuple):
-    """A positive divisor; dividing multiplies, as `//` takes 40 instructions."""
+    """A positive divisor; dividing multiplies, as `//` takes 40 instructions.
+
+    Source: Granlund and Montgomery, Division by invariant integers using multiplication (1994).
+    """
 
     value: Int32
     magic: Uint32

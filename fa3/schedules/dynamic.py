@@ -1,4 +1,4 @@
-"""Dynamic schedule: a CTA takes the next tile from a work queue when it is ready for one.
+"""Dynamic schedule: free CTAs take the next tile from a queue.
 
 The queue is a counter in device memory (`fa3.running.counters`); the forward kernel walks it, and
 the backward kernel `InOrderQueue`.
@@ -36,7 +36,7 @@ class Mailbox(NamedTuple):
 
 @dataclass(frozen=True)
 class Dynamic(Schedule):
-    """Persistent CTAs, as many as the GPU holds, take tiles from a counter in device memory.
+    """Persistent CTAs take tiles from a counter in device memory.
 
     The producer takes the next tile while the consumers work on the present one. The last CTA to
     finish resets the counters to 0 for the next launch or graph replay. The host, which has no
@@ -144,7 +144,7 @@ class Dynamic(Schedule):
 
     @cute.jit
     def count(self, place: cutlass.Constexpr, sem: cutlass.Constexpr = "relaxed") -> Int32:
-        """Add 1 to a counter; lane 0 gets what it was before, other lanes anything."""
+        """Add 1 to a counter; lane 0 gets the value before."""
         before, counter = Int32(0), self.counters.iterator + place
         if cute.arch.lane_idx() == 0:
             before = cute.arch.atomic_add(counter, Int32(1), sem=sem, scope="gpu")

@@ -1,4 +1,4 @@
-"""Shared tiles: tiles that hold rows of several short sequences, and what their rows see.
+"""Shared tiles: rows of several short sequences in one tile.
 
 All rows of q are one line, whatever sequences they belong to, and so are all rows of k. A tile is
 `tile_m` consecutive rows of q, for every query head; its keys are those that any of its rows sees.
@@ -46,7 +46,7 @@ class MultiSequenceRecord(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """A tile is of no sequence: scores and masks that ask for one do not join sequences."""
+        """Always 0: a shared tile has no single sequence."""
         return 0
 
 
@@ -62,7 +62,7 @@ class MultiSequenceTile(NamedTuple):
         return self.record.seqlen_k
 
     def keys_of(self, row_begin, num_rows) -> tuple:
-        """Return the keys of the tile, [first, end), that rows of one half, or all rows, see."""
+        """Return the keys, [first, end), that a half or all rows see."""
         record, row_last = self.record, row_begin + num_rows - 1
         # 1 where the rows begin or end in the second half, else 0.
         first_half, last_half = ((row // ROWS) % HALVES for row in (row_begin, row_last))
@@ -76,7 +76,7 @@ class MultiSequenceTile(NamedTuple):
 
 
 def keys_seen(query, sequence: Sequence, begin_k, band: Band) -> tuple:
-    """Rows of k that a query of a sequence sees, [first, end); equal if it sees none."""
+    """Rows of k that a query sees, [first, end)."""
     first, end = band.key_range(query, sequence)
     end = larger(smaller(end, sequence.seqlen_k), 0)
     return begin_k + smaller(larger(first, 0), end), begin_k + end

@@ -1,4 +1,4 @@
-"""Recompute schedule: the second launch of a forward call, for rows that the first one marked.
+"""Recompute schedule: the second launch of a forward call, for marked rows.
 
 The first launch marks rows whose softmax failed, or which what other sequences hold may have
 reached (`RecomputeMask`); `fa3.planning.plan.Plan.recompute` plans the second, whose CTAs take the
@@ -50,11 +50,11 @@ class RecomputeMask(NamedTuple):
         return words_of_marks(self.order.num_tiles)
 
     def group(self, index):
-        """Index of the word with the bits of tiles 32 * index to 32 * index + 31."""
+        """Index of the word with the bits of 32 tiles."""
         return MARKS_HEADER + index
 
     def rows(self, index, warp):
-        """Index of the word with the row bits of a tile's warp; `index` is the tile's number."""
+        """Index of the word with the row bits of a tile's warp."""
         return MARKS_HEADER + self.num_groups + index * MOST_WARPS + warp
 
     @cute.jit
@@ -69,11 +69,11 @@ class RecomputeMask(NamedTuple):
             self.add_rows(index, warp, mask)
 
     def add_row(self, index: Int32, row: Int32):
-        """Mark a row, by its place in the tile with this number, and the tile."""
+        """Mark a row, by its place in its tile, and the tile."""
         self.add_rows(index, row // ROWS_OF_WARP, Int32(1) << (row % ROWS_OF_WARP))
 
     def add_rows(self, index: Int32, warp: Int32, rows: Int32):
-        """Mark the rows of a warp whose bits are set, and their tile; one thread calls this."""
+        """Mark a warp's rows by their bits, and their tile; from one thread."""
         words = self.words.iterator
         # Atomic: warps share their tile's bit, and CTAs with parts of one tile share its rows.
         row_word, tile_word = self.rows(index, warp), self.group(index // 32)
@@ -95,7 +95,7 @@ class RecomputeMask(NamedTuple):
 
 
 def bit_of_row(r: int) -> Int32:
-    """The bit of this thread's row r in its warp's word, by the WGMMA accumulator layout."""
+    """The bit of this thread's row r in its warp's word."""
     return Int32(1) << (cute.arch.lane_idx() // 4 + r * (ROWS_OF_WARP // 2))
 
 
@@ -111,7 +111,7 @@ class RecomputeCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class RecomputeTiles(Dynamic):
-    """Each CTA takes the next marked tile when it is ready for one; `counters` are the marks.
+    """Each free CTA takes the next marked tile; `counters` are the marks.
 
     Producers look for marked tiles and tell their consumers. Almost always there are none: then
     they read one word and leave. Users cannot choose this schedule: it serves calls whose softmax
@@ -162,7 +162,7 @@ class RecomputeTiles(Dynamic):
 
     @cute.jit
     def look(self, group: Int32) -> tuple[Int32, Int32]:
-        """This lane's word of the 32 from `group` on, and marked tiles in all words up to it."""
+        """This lane's word of a group of 32, and marked tiles up to it."""
         lane = cute.arch.lane_idx()
         bits = Int32(0)
         if group + lane < self.marks.num_groups:
@@ -175,7 +175,7 @@ class RecomputeTiles(Dynamic):
 
     @cute.jit
     def find(self, bits: Int32, upto: Int32, number: Int32, group: Int32) -> Int32:
-        """The number of the marked tile with rank `number` among the 32 words from `group` on."""
+        """The tile that is marked as number `number` in a group of words."""
         is_later = cute.arch.vote_ballot_sync(upto > number)
         lane = Int32(cute.arch.popc(~is_later & (is_later - 1)))
         first = upto - cute.arch.popc(bits)
@@ -186,7 +186,7 @@ class RecomputeTiles(Dynamic):
 
     @cute.jit
     def finish(self):
-        """Count this CTA as finished; the last one clears the header and the tiles' bits."""
+        """Count this CTA as finished; the last one clears the marks."""
         if self.counters[ANY] != 0:
             before = self.count(DONE, "acq_rel")
             if cute.arch.shuffle_sync(before, 0) == self.num_clusters - 1:

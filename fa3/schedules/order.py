@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 class PackedPart(NamedTuple):
-    """Which part of its tile a segment is, packed into one integer: it takes one register."""
+    """Which part of its tile a segment is, in one integer."""
 
     # `num_parts` + MOST_PARTS * (index of the part in its tile + MOST_PARTS * `slot`).
     number: int = ONLY
@@ -95,7 +95,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Numbers all tiles: section by section, and in a section the last query rows first.
+    """Numbers all tiles, by sections, the last query rows first.
 
     A section is `heads_per_section` consecutive (batch, head) pairs whose K and V fit in L2
     together. Inside it the row block is the slow index and runs down: with a causal mask the
@@ -138,7 +138,7 @@ class TileOrder:
         return index // (self.heads_per_section * self.num_m_blocks)
 
     def rank_of(self, within, heads):
-        """Which row block of a section of `heads` heads has its tile `within`, from below."""
+        """The row block, from below, of a tile `within` a section."""
         return within // heads
 
     def batch_of(self, flat_head):
@@ -160,7 +160,7 @@ class TileOrder:
 
 @dataclass(frozen=True)
 class KernelOrder(TileOrder):
-    """The order inside a kernel, where a division by a number that is prepared takes no time."""
+    """The order inside a kernel, with prepared divisors."""
 
     tiles_of_section: Divisor  # tiles of all sections but the last
     # heads_of_section, heads_of_last: heads of all sections but the last, and of the last.
@@ -195,7 +195,7 @@ class KernelOrder(TileOrder):
 
 
 class Segments(NamedTuple):
-    """All segments of a schedule, in arrays of one length, each cluster's in its order."""
+    """All segments of a schedule as arrays, each cluster's in order."""
 
     tile: np.ndarray  # number of its tile
     # full, masked: key blocks without and with the mask applied.
@@ -215,7 +215,7 @@ class Segments(NamedTuple):
 
 
 class Schedule:
-    """Which tiles a cluster works on, and in which order; a base of all schedules.
+    """Base of all schedules: which tiles a cluster works on, in order.
 
     Host half: makes the schedule for a problem, and gives the load of its clusters, their number
     and the table, if any, that the device half reads. Device half: `first`, `next`, `is_valid` and
@@ -296,14 +296,14 @@ END = -1  # marks the end of a cluster's column in a table
 
 
 class TableCursor(NamedTuple):
-    """A cluster's position in a table, and the entry there; it begins with a tile or `END`."""
+    """A cluster's position in a table, and the entry there."""
 
     position: int
     entry: tuple
 
 
 class TableSchedule(Schedule):
-    """Base of schedules that the kernel reads from a table; equal if their tables are.
+    """Base of schedules in tables; equal if their tables are equal.
 
     Each cluster works on its column, from the top down to `END`. The table is a (rounds,
     num_clusters, fields) int32 matrix, flat: a numpy array on the host, a tensor on the device. The
@@ -364,7 +364,7 @@ class TableSchedule(Schedule):
 
 
 def walk(schedule: Schedule, cluster: int) -> Iterator[Segment]:
-    """Yield the segments of one cluster in the order in which the kernel works on them."""
+    """Yield one cluster's segments in the kernel's order."""
     cursor = schedule.first(cluster)
     while schedule.is_valid(cursor):
         yield schedule.segment(cursor)

@@ -38,7 +38,7 @@ class QueryHeadGroups(NamedTuple):
     tiles_per_group: Divisor | PlainDivisor  # the last head group may have fewer
 
     def tiles_before(self, group):
-        """How many tiles there are before a head group; all if there is no such group."""
+        """Tiles before a head group; all if there is no such group."""
         return smaller(group * self.tiles_per_group.value, self.num_tiles)
 
     def group_of(self, number):

@@ -72,7 +72,7 @@ class RaggedCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class TableOrder:
-    """Numbers the tiles of a table: each record's for all heads, one record after another."""
+    """Numbers the tiles of a table, record by record, for all heads."""
 
     table: cute.Tensor  # int32; how many of its records are used only the GPU knows
     heads: Divisor  # heads that a record stands for
@@ -151,7 +151,7 @@ class RaggedOrder(TableOrder):
 
     @cute.jit
     def within(self, index: Int32, number: Int32, record: TileRecord) -> tuple[Int32, Int32]:
-        """The head and row block of a tile, found without a division if there is one section."""
+        """The head and row block of a tile."""
         head, m_block = index - number * self.heads.value, record.m_block
         if larger(record.seqlen_k, 1) > self.rows_at_once:
             head, m_block = self.in_sections(index, number, record)
@@ -261,7 +261,7 @@ class RaggedTiles(Dynamic):
         return self.asking(following)
 
     def asking(self, cursor: RaggedCursor) -> RaggedCursor:
-        """The cursor after the producer has asked for the tile that follows, if it asks early."""
+        """The cursor after an early request for the next tile."""
         if not self.is_producer:
             return cursor
         return cursor._replace(taken=self.count(TILES_TAKEN) if self.asks_early else Int32(0))

@@ -1,4 +1,4 @@
-"""The sequences of a call: how long each one is, and where its keys are.
+"""The sequences of a call: their lengths, and where keys are.
 
 `Dense` and `Ragged` are for forward and backward kernels, `MultiSequence` for the forward kernel,
 `Cached` for the decode kernel. All turn what they know of a sequence into what masks take. The same
@@ -42,7 +42,7 @@ class Dense(NamedTuple):
         return Sequence(self.seqlen_q, self.seqlen_k, self.window)
 
     def queries(self, segment: Segment) -> DenseRows:
-        """Where rows of Q and O are, and in the same way rows of K, V, dK and dV."""
+        """Where rows of Q and O are; likewise K, V, dK and dV."""
         return DenseRows(segment.tile.batch)
 
     keys = gradients_of_keys = queries
@@ -68,7 +68,7 @@ class Ragged(NamedTuple):
         return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
 
     def keys_of_cache(self, segment: Segment, head, first) -> Keys:
-        """The keys of a head in a cache, where `first` is the first one that may be read."""
+        """The keys of a head in a cache, from the first readable one."""
         record = segment.record
         return Keys(record.begin_k, head, Int32(0), first, record.seqlen_k - 1)
 
@@ -109,7 +109,7 @@ class PackedQueries:
     rows_of_tile: int  # rows of a tile
 
     def read(self, entry, batch, most) -> tuple:
-        """Return a sequence's first row of q, and its number of queries: 0 if above `most`."""
+        """Return a sequence's first row and queries: 0 if above `most`."""
         begin, count = self.lengths.read(batch, entry)
         is_longer = smaller(larger(count - most, 0), 1)
         return begin, count * (1 - is_longer)
@@ -167,14 +167,14 @@ class Cached:
         return (0, self.seqlen_q) if self.packed is None else length[2:]
 
     def m_blocks(self, length: tuple):
-        """Row blocks of a head of the sequence; None if all sequences have equally many."""
+        """Row blocks of a head; None if all sequences have equally many."""
         if self.packed is None:
             return None
         _, count = self.queries(length)
         return self.packed.m_blocks(count)
 
     def count(self, table: cute.Tensor | None, batch):
-        """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
+        """A table's number of keys, limited to the cache; 0 without one."""
         if table is None:
             # A cursor carries this value: inside a kernel it must be an Int32.
             return 0 if isinstance(self.capacity, int) else Int32(0)
@@ -193,7 +193,7 @@ class Cached:
         return Sequence(seqlen_q, seqlen_k, self.window)
 
     def blocks(self, length: tuple) -> Blocks:
-        """Key blocks that the queries of a sequence touch; all tiles of the sequence walk them."""
+        """Key blocks that the queries of a sequence touch."""
         sequence = self.sequence(length)
         return self.mask.key_blocks(0, sequence.seqlen_q, self.tile_n, sequence)
 

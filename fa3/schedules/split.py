@@ -63,7 +63,7 @@ class KeyRanges(NamedTuple):
 
     @classmethod
     def of(cls, blocks, costs) -> "KeyRanges":
-        """The tiles with these key blocks, in arrays, by the costs of a tile (`TileCosts`)."""
+        """The work of tiles with these key blocks, in arrays."""
         overheads = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
         masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
         masks = masked * (costs.masked_us / costs.full_us - 1)
@@ -105,13 +105,13 @@ class SplitTiles(TableSchedule):
     @classmethod
     @functools.lru_cache(maxsize=4)
     def make(cls, tiled) -> "SplitTiles":
-        """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
+        """Cut a tiled problem for all clusters, by its tiles' costs."""
         ranges = KeyRanges.of(tiled.blocks_of_tiles(), tiled.costs)
         return cls.cut(tiled.order, tiled.lanes, ranges)
 
     @classmethod
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
-        """Cut the last tiles of an order so that all clusters end at nearly the same time."""
+        """Cut the last tiles so that clusters end at nearly the same time."""
         blocks = ranges.end_blocks - ranges.first_blocks
         whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters)
         cuts = cut_evenly(blocks[whole:], loads, ranges._replace(masks=ranges.masks[whole:]))
@@ -151,7 +151,7 @@ class SplitTiles(TableSchedule):
 
 
 class RaggedSegmentsCursor(NamedTuple):
-    """A CTA's position in the table of segments, the segment there, and its tile's record."""
+    """A CTA's position in the segment table, the segment and tile record."""
 
     position: int
     entry: tuple
@@ -171,7 +171,7 @@ class RaggedSegments(SplitTiles):
     is_ragged: ClassVar[bool] = True
 
     def first(self, cluster) -> RaggedSegmentsCursor:
-        """A cursor before the first segment: the kernel that writes it may still be running."""
+        """A cursor before the first segment, which may not be written yet."""
         zero = cluster * 0
         record = TileRecord(*(zero for _ in TileRecord._fields))
         return RaggedSegmentsCursor(cluster, (zero,) * FIELDS, zero, record)
@@ -249,7 +249,7 @@ def last_end(cuts: np.ndarray, blocks: np.ndarray, loads: np.ndarray, ranges: Ke
 
 
 def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.ndarray:
-    """Cut the tiles, laid end to end, into one stretch per cluster so that all end together."""
+    """Cut the tiles, laid end to end, into one stretch per cluster."""
     lengths, clusters = blocks.tolist(), loads.tolist()
     low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
     level, high, pieces = low + ranges.leave + SHORTEST, None, None
@@ -270,7 +270,7 @@ def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.
 def fill(
     lengths: list[int], loads: list[float], ranges: KeyRanges, level: float
 ) -> tuple[list[int], float]:
-    """Fill one cluster after another up to a level: whole tiles, then a part of the next tile.
+    """Fill one cluster after another up to a level.
 
     Where the room is too small for a part, it takes whole tiles from the end of the order: under
     a causal mask these are the shortest.
@@ -312,7 +312,7 @@ def fill(
 def pack(
     lengths: list[int], loads: list[float], masks: list[float], ranges: KeyRanges, level: float
 ) -> list[int] | None:
-    """Give each cluster one part of a tile at most, and whole tiles next to it.
+    """Give each cluster at most one part, and whole tiles.
 
     Of a tile that does not fit below the level, each part but the last fills a cluster, up to a
     merge before the level unless it merges. Last parts and whole tiles then go to the other

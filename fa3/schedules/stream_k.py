@@ -1,4 +1,4 @@
-"""Split-K for decoding: where cached keys are cut so that all CTAs read equally many blocks.
+"""Split-K for decoding: cuts so that CTAs read equally many blocks.
 
 `fa3.planning.decode` chooses the cut, the kernel reads the sequences' lengths on the device
 (`fa3.schedules.sequences.Cached`), and the decode kernel and the reference walk the segments.
@@ -45,13 +45,13 @@ do not keep memory from being busy."""
 
 
 def as_int32(number):
-    """A number of blocks, computed from positions in a long line: Int32, at most `MOST_ROOM`."""
+    """A number of blocks from long positions: Int32, at most `MOST_ROOM`."""
     return Int32(smaller(number, MOST_ROOM)) if isinstance(number, Int64) else number
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Blocks in a line, cut into a piece for each crew; sizes differ by one at most."""
+    """Blocks in a line, cut into nearly equal pieces, one per crew."""
 
     total: int  # blocks of all pieces
     num_crews: Divisor | PlainDivisor
@@ -127,11 +127,11 @@ class AtChunks:
         return Part(slots + first + crew.number, slots + 2 * first, last - first + 1, record)
 
     def begin(self, block, num_blocks):
-        """The first block, from `block` on, at which a segment of the tile may begin."""
+        """The first block, from `block` on, where a segment may begin."""
         return block
 
     def end(self, block, num_blocks, room):
-        """The end of the segment that begins at `block`; the piece has `room` blocks left."""
+        """The end of the segment at `block`, with `room` blocks left."""
         return smaller(num_blocks, block + room)
 
 
@@ -174,7 +174,7 @@ class CtaGroups(AtChunks):
 
 
 def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
-    """How many heads walk together: the most that leave no more than one CTA in 16 idle.
+    """How many heads walk together: one CTA in 16 may idle.
     One where equally long tiles are as many for each CTA: nothing is cut then."""
     if num_tiles % num_ctas:
         for width in range(min(num_heads, num_ctas), 1, -1):
@@ -227,7 +227,7 @@ class FixedSplit:
 
 @dataclass(frozen=True)
 class NoSplit:
-    """Cut no tile: the CTA in whose piece a tile begins works on all of it."""
+    """Cut no tile: the CTA where a tile begins has all of it."""
 
     has_parts: ClassVar[bool] = False
     width: ClassVar[int] = 1
@@ -273,7 +273,7 @@ class WalkCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The segments of one CTA, in the order in which producer and consumers work on them."""
+    """The segments of one CTA, in the order of working."""
 
     cut: Cut  # where tiles may be cut
     lengths: Any  # of the sequences, a `fa3.schedules.sequences.Cached`
@@ -352,7 +352,7 @@ class Walk:
         )
 
     def read(self, batch) -> tuple:
-        """The length of a sequence; past the last sequence, the last one's: never out of bounds."""
+        """The length of a sequence; past the last sequence, the last one's."""
         return self.lengths.read(smaller(batch, self.lengths.num_sequences - 1))
 
 
@@ -415,7 +415,7 @@ def locate(
 def locate_among_equals(
     cut_type: type, lengths: Any, num_m_blocks, num_groups, num_crews, crew, number: type
 ) -> Place:
-    """`locate` where all sequences have as many blocks as the first: a division finds it."""
+    """`locate` by a division, where all sequences have equally many blocks."""
     if number is Int64:
         num_crews = PlainDivisor(num_crews.value)
     tile_blocks = lengths.num_blocks(lengths.read(0))
@@ -438,7 +438,7 @@ def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
 
 
 def walks(cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int) -> Iterator[Walk]:
-    """Yield the walk of every CTA, the same as the kernel's; arguments are as in `Walk`."""
+    """Yield the walk of every CTA, as in the kernel."""
     begins, most = [0], PlainDivisor(num_m_blocks)
     num_groups, num_crews = num_heads // cut.width, PlainDivisor(num_ctas // cut.width)
     known = list(map(lengths.read, range(lengths.num_sequences)))
@@ -457,7 +457,7 @@ def walks(cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int) -
 def segments(
     cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int
 ) -> Iterator[tuple[int, Segment]]:
-    """Yield (CTA, segment) of every segment, CTA by CTA; block 0 is the sequence's first block."""
+    """Yield (CTA, segment) of every segment, CTA by CTA."""
     for walk in walks(cut, lengths, num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):

@@ -101,7 +101,7 @@ class Stretches(NamedTuple):
         return TileCut(start, begin, blocks, owner, cuts, 0)
 
     def segment(self, tile: TileCut, cta) -> tuple:
-        """First and end key block, and `PackedPart.number`, of what a CTA has of a tile."""
+        """A CTA's key blocks of a tile, and its `PackedPart.number`."""
         which = cta - tile.owner
         first = either(which > 0, self.end(cta - 1) - tile.start, 0)
         end = either(which < tile.cuts, self.end(cta) - tile.start, tile.blocks)
@@ -135,7 +135,7 @@ class Rounds(NamedTuple):
         return self.number * self.num_early + (self.number - self.skipped) * self.num_late
 
     def kept(self, work) -> "Rounds":
-        """These rounds if their tiles, with so much work in all, are about equal; else none."""
+        """These rounds if their tiles are about equal, else none."""
         full = self.num_tiles * self.tile_work
         kept = either(work < full - full // LEAST_GAIN, 0, 1)
         return self._replace(number=kept * self.number, skipped=kept * self.skipped)
@@ -156,5 +156,5 @@ class Rounds(NamedTuple):
 
 
 def most_slots(num_tiles: int, num_ctas: int) -> int:
-    """The most slots of so many tiles: each cut adds one, and so does each tile that is cut."""
+    """The most slots of tiles: one per cut and per cut tile."""
     return num_ctas + min(num_tiles, num_ctas)

@@ -1,4 +1,4 @@
-"""List schedule: the host assigns tiles to clusters in a table, the kernel reads it.
+"""List schedule: a table from the host assigns tiles to clusters.
 
 Tile times come from the cost model (`TiledProblem.times`); `fa3.running.graphs` uploads the table.
 `balance` and `columns_of_owners` also serve `fa3.schedules.split`.
@@ -104,7 +104,7 @@ class TileList(TableSchedule):
 
 
 def as_tile(element: object, position: int) -> Tile:
-    """An element of a user's order as a `Tile`; raises TypeError if it is none."""
+    """An element of a user's order as a `Tile`; or raise TypeError."""
     try:
         return Tile(*map(operator.index, element))
     except TypeError:
@@ -126,7 +126,7 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
 
 
 def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
-    """Return the cluster of each tile, such that all clusters end at nearly the same time.
+    """Return each tile's cluster, so that all end about together.
 
     Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
     late, the first ones are assigned in whole rounds, a round's longest tile to the cluster with

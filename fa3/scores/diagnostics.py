@@ -1,4 +1,4 @@
-"""Turns compile errors that a user's score or mask causes into errors about the user's own code.
+"""Turns compile errors in users' scores and masks into errors about their code.
 
 The compiler traces a user's method as part of the kernel, so its errors may name any line between
 the two. `explain`, for `fa3.running.compiler`, finds the method and the line. `check_class`, for
@@ -73,7 +73,7 @@ class Method(NamedTuple):
         return next((place for place in places if place.text.startswith("def ")), places[0])
 
     def error(self, cause: BaseException, places: list[SourcePlace]) -> ValueError:
-        """The error that the user sees: the cause, and the lines of source that led to it."""
+        """The error that the user sees, with cause and source lines."""
         if not linecache.getlines(self.file):
             return ValueError(
                 f"{self.kind.__name__}.{self.name} does not compile: its source is not in a file "
@@ -148,7 +148,7 @@ def check_class(kind: type, base: type, name: str) -> None:
 
 
 def places_of(error: BaseException) -> list[SourcePlace]:
-    """The lines of an error's traceback, outermost first, then the line that it names itself."""
+    """The lines of an error's traceback, outermost first, then its own."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [SourcePlace(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, DSLBaseError) and error.filename and error.line:

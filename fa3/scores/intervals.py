@@ -1,4 +1,4 @@
-"""The mask of tiles with rows of several sequences: each row sees an interval of keys of its own.
+"""The mask of shared tiles: each row sees an interval of keys.
 
 Unlike the masks of `fa3.scores.masks` it computes nothing: what a row sees, whatever bounds there
 are, `fa3.kernels.joined_table` has written to device memory. So one kernel serves all bands.
@@ -37,7 +37,7 @@ ROW_RECORD = len(RowRecord._fields)
 
 @dataclass(frozen=True)
 class Intervals(Band):
-    """A row sees the keys of its own interval. Until `at_rows` no row's is known."""
+    """A row sees an interval of keys, known after `at_rows`."""
 
     left: bool = True
     right: bool = True
@@ -54,7 +54,7 @@ class Intervals(Band):
         return Intervals(table=next(tensors))
 
     def at_rows(self, coords: ScoreCoords, sequence) -> "Intervals":
-        """The mask for the rows of a thread: loads what they see, and waits for none of it."""
+        """The mask for a thread's rows; starts loads without waiting."""
         queries = (coords.query(r) for r in range(len(coords.row_steps)))
         rows = tuple(read_row(self.table, query) for query in queries)
         return Intervals(table=self.table, rows=rows, begin_k=sequence.record.begin_k)

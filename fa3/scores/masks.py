@@ -1,4 +1,4 @@
-"""Masks: which key blocks a query tile touches, and which of its scores are hidden.
+"""Masks: which key blocks a tile touches, which scores are hidden.
 
 A mask has a compile-time half (the frozen dataclasses here: which bounds exist, which user mask)
 and a run-time half (`Window`, the bounds' values, and tensors). It is part of a problem's spec
@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
         return Blocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
 
     def between(self, first, end) -> "Blocks":
-        """The blocks inside [first, end), first < end; if there are none, one hidden block."""
+        """The blocks inside [first, end), or one hidden block."""
         end = smaller(larger(self.end, first + 1), end)
         return self.walked(smaller(larger(self.begin, first), end - 1), end)
 
@@ -120,7 +120,7 @@ class Band:
         return self
 
     def at_rows(self, coords: ScoreCoords, sequence: Sequence) -> "Band":
-        """The mask for the rows of one thread, of which it may have to load something."""
+        """The mask for the rows of one thread, perhaps with loads."""
         return self
 
     def key_range(self, row, sequence: Sequence):
@@ -190,7 +190,7 @@ class Band:
 
 
 class Rows(NamedTuple):
-    """Queries first to last, inclusive, of one head: what a mask's ranges may depend on."""
+    """Queries first to last, inclusive, of one head."""
 
     batch: int
     head: int
@@ -295,7 +295,7 @@ class Intersection:
 
     @cute.jit
     def hide(self, scores: cute.Tensor, coords, block, sequence: Sequence):
-        """Set to -inf what the user's mask hides of a block of S or of S^T."""
+        """Set to -inf what the user's mask hides in a block."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 at = coords.position(r, c, block, sequence)

@@ -66,7 +66,7 @@ class Score:
         return ()
 
     def unit_after(self, unit):
-        """The unit after `apply`: the natural logit that a score of 1 then stands for."""
+        """The natural logit that a score of 1 stands for after `apply`."""
         return Float32(1.0)
 
     @cute.jit
@@ -82,7 +82,7 @@ class Score:
     def apply_transposed(
         self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence, unit
     ):
-        """Change a block of S^T (keys, queries) in place, all of it: no shifts are left.
+        """Change a block of S^T (keys, queries) in place, shifts included.
 
         Returns the derivative of each natural logit by the one before, or None where all are 1."""
         raise NotImplementedError(f"{type(self).__name__} has no derivative")
@@ -154,7 +154,7 @@ class Alibi(Score):
         return 1.0
 
     def at_rows(self, coords: ScoreCoords, unit):
-        """The rows' slopes in the unit of the scores, and the tile's first and last query."""
+        """The rows' slopes in score units, and the tile's query range."""
         rank = len(self.slopes.shape)
         heads = (coords.head_of(r) for r in range(len(coords.row_steps)))
         slopes = tuple(
@@ -212,7 +212,7 @@ class Alibi(Score):
 
     @cute.jit
     def slant(self, scores: cute.Tensor, growth, coords: ScoreCoords):
-        """Add to each score its row's growth per key, times the keys from its first column."""
+        """Add to each score its row's growth per key, times its column."""
 
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
@@ -229,7 +229,7 @@ def product(a: Float32, b: Float32) -> Float32:
 
 
 def bind(spec: AttentionSpec, modifiers: Iterable | None) -> tuple:
-    """The scores, the mask and the sinks of a spec, with their tensors taken from `modifiers`."""
+    """The scores, the mask and the sinks of a spec, with tensors."""
     remaining = iter(modifiers or ())
     scores = tuple(template.bind(remaining) for template in spec.scores)
     return scores, spec.mask.bind(remaining), next(remaining) if spec.sinks else None
@@ -248,7 +248,7 @@ class ScorePipeline:
 
     @classmethod
     def of(cls, scores: tuple[Score, ...], mask, coords, sequence, softmax_scale):
-        """The rules of a tile, from a mask and scores that are bound to their tensors."""
+        """The rules of a tile, from a bound mask and bound scores."""
         units, rows = [softmax_scale], []
         has_rows = isinstance(coords, ScoreCoords)
         for score in scores:
@@ -301,7 +301,7 @@ class ScorePipeline:
 
 
 class TransposedScorePipeline(ScorePipeline):
-    """What happens to the scores of one tile between K Q^T and P^T; rows have no part in it."""
+    """What happens to a tile's scores between K Q^T and P^T."""
 
     def shifted(self, columns: int) -> "TransposedScorePipeline":
         """The rules of as many scores that many columns further in the block."""

@@ -1,4 +1,4 @@
-"""Templates of scores and masks: the half that is compiled into a kernel, without the tensors.
+"""Templates of scores and masks: what is compiled, without tensors.
 
 A score or a mask is a frozen dataclass. Its plain fields are compiled in; its tensors are kernel
 arguments, of which the code knows only dtype and rank. `fa3.calls.modifiers` makes the `Template`
@@ -25,7 +25,7 @@ def is_tensor(value: object) -> bool:
 
 
 def types_of(value: object) -> object:
-    """The types in a constant: 1, 1.0 and True compare equal but compile to different code."""
+    """The types in a constant, since 1, 1.0 and True compare equal."""
     if isinstance(value, tuple):
         return type(value), *map(types_of, value)
     if isinstance(value, frozenset):

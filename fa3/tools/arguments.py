@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def fail_usage(command: str, message: object) -> NoReturn:
-    """End with status 2 and one line that says what is wrong with the arguments."""
+    """End with status 2 and one line about wrong arguments."""
     print(f"{command}: {message} (see {command} --help)", file=sys.stderr)
     sys.exit(USAGE_ERROR)
 
@@ -70,7 +70,7 @@ def make_parser(version: str) -> Parser:
 
 
 def add_option(command: Any, flag: str, kind: Any, text: str, **settings: Any) -> None:
-    """Add an option with a help text: a flag (`bool`), choices, or what reads a value."""
+    """Add an option: a flag (`bool`), choices, or a reader of values."""
     if kind is bool:
         settings.setdefault("action", "store_true")
     elif isinstance(kind, tuple | dict):
@@ -117,7 +117,7 @@ def add_plan(commands) -> None:
 
 
 def add_compile(commands) -> None:
-    """The options of `fa3.warmup`, under their names there as far as these differ from flags."""
+    """The options of `fa3.warmup`, under its names."""
     model = commands.add_parser(
         "compile",
         help="compile all kernels of a model ahead of time",

@@ -69,7 +69,7 @@ def compile_all(kernels: Sequence[Kernel], processes: int | None = None) -> None
 
 
 def serve() -> None:
-    """Compile the kernels that come, each in a process; write the number of each that was tried."""
+    """Compile the kernels that come, each in a process; number each try."""
     kernels, processes = pickle.load(sys.stdin.buffer)
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""A picture of a plan: one row for every SM, one bar for every tile, in microseconds."""
+"""A picture of a plan: a row for each SM, a bar for each tile."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ SEAM = 0.1  # most of a tile's width that the seam to its neighbour takes
 
 
 def draw_tile_order(plan: Plan, path: Path) -> None:
-    """Write a PNG of the tiles of every SM over time, as predicted. Needs matplotlib."""
+    """Write a PNG of SMs and tiles over time; needs matplotlib."""
     try:
         from matplotlib.collections import PolyCollection
         from matplotlib.colors import LinearSegmentedColormap

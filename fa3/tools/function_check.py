@@ -1,4 +1,4 @@
-"""`check`: whether a user's score or mask compiles, and its two versions agree. Needs no GPU.
+"""`check`: whether a user's score or mask compiles and agrees with `reference`.
 
 The kernel for sm_90a is compiled as for a call. The method that it calls is compiled once more for
 the host and run at sample positions, in a process of its own: some instructions exist on GPUs only,
@@ -101,7 +101,7 @@ class OnHost:
         logits: cute.Tensor,
         results: cute.Tensor,
     ):
-        """Write new logits, or 1 where a mask lets a key through and else 0, to `results`."""
+        """Write new logits, or 1 and 0 of a mask, to `results`."""
         scores, mask, _ = bind(self.spec, tensors)
         for i in cutlass.range(cute.size(results)):
             batch, head, query, key = (places[j, i] for j in range(4))
@@ -168,7 +168,7 @@ def check(
 
 
 def by_reference(function: Score | Mask, positions: Positions) -> torch.Tensor:
-    """Return `reference` at all positions: new logits, or 1 where a mask lets a key through."""
+    """Return `reference` at all positions: new logits, or 1 and 0."""
     shape = seqlen_q, seqlen_k = positions.sizes[2:]
     query, key = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
     logits = positions.logits.view(-1, *shape)
@@ -201,7 +201,7 @@ def by_method(spec: AttentionSpec, tensors: list, positions: Positions) -> torch
 
 
 def exit_status(function: OnHost, log: int) -> int | None:
-    """Run in a process of its own that logs errors; a signal is a negative status."""
+    """Run in a process that logs errors; signals are negative."""
     process = multiprocessing.get_context("fork").Process(target=run_logged, args=(function, log))
     with warnings.catch_warnings():
         # From Python 3.12 on, of threads: the new process runs none but its own.
@@ -249,7 +249,7 @@ def compare_versions(
 def check_ranges(
     spec: AttentionSpec, tensors: list, seen: torch.Tensor, positions: Positions
 ) -> None:
-    """Raise ValueError if a mask's ranges miss a key that `reference` sees, or have another."""
+    """Raise ValueError if a mask's ranges disagree with `reference`."""
     _, mask, _ = bind(spec, map(HostTensor, tensors))
     function, lengths = mask.function, positions.sizes[2:]
     keys = torch.arange(lengths[1])

@@ -16,7 +16,7 @@ CACHE_DIR = "FA3_CACHE_DIR"
 
 
 def show_info(options: argparse.Namespace) -> None:
-    """Print all of it; takes the options of the command line, with the version of fa3."""
+    """Print all of it, by the options of the command line."""
     gpu, tuned, driver = "none", 0, "none"
     if torch.cuda.is_available():
         # Only now, since it imports the compiler.
@@ -45,7 +45,7 @@ def show_info(options: argparse.Namespace) -> None:
 
 
 def describe_cache() -> str:
-    """Return the folder of compiled kernels, how many there are, and why it is not used."""
+    """Return folder and number of compiled kernels, or why it is unused."""
     try:
         folder = cache_dir()
         sizes = [path.stat().st_size for path in folder.glob("*.o")]
@@ -62,7 +62,7 @@ def describe_cache() -> str:
 
 
 def describe_variables() -> Iterator[str]:
-    """Yield a line for each environment variable that fa3 reads, or looks as if it read it."""
+    """Yield a line for each environment variable of fa3, also unknown ones."""
     for name, value in SETTINGS.items():
         accepted = " or ".join(ACCEPTED[name])
         refused = "" if value in ACCEPTED[name] else f": refused by every call, must be {accepted}"

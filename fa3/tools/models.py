@@ -1,4 +1,4 @@
-"""What `warmup` must know of a model: from a table of well-known ones, or from a `config.json`.
+"""What `warmup` must know of a model: from a table or `config.json`.
 
 Needs the standard library only: the command line lists the names before anything else is imported.
 """
@@ -173,7 +173,7 @@ def windows_of(fields: dict[str, Any]) -> tuple[Window, ...]:
 
 
 def field(fields: dict[str, Any], kind: Any, *names: str, default: Any = None) -> Any:
-    """Return the first of some fields that is there; a ValueError names the wrong or absent one."""
+    """Return the first field that is there; ValueError names it otherwise."""
     name = next((name for name in names if fields.get(name) is not None), names[0])
     value = fields.get(name)
     value = default if value is None else value

@@ -1,4 +1,4 @@
-"""What a plan's instrumented kernel did on a GPU: every unit of work with its SM and its times."""
+"""What a plan's instrumented kernel did: segments, SMs and times."""
 
 import torch
 
@@ -19,7 +19,7 @@ NS_PER_US = 1000
 
 
 def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline:
-    """Run a plan's instrumented kernel on random tensors, and return what its last run did.
+    """Run a plan's instrumented kernel on random tensors; return its timeline.
 
     The kernel notes when each warpgroup turns to a unit of work, a tile or a part of one, and
     when its output is on its way. It is compiled on first use, like the kernel that ships.
@@ -115,7 +115,7 @@ def run_recorded(
 
 
 def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
-    """What the warpgroups of a plan's CTAs noted: a span for every CTA's work on a segment."""
+    """What warpgroups noted, as a span for each segment of a CTA."""
     planned = planned_segments(plan)
     first = min((note.began for note in notes), default=0)
     by_cta: dict[tuple, list[Note]] = {}

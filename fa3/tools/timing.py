@@ -38,7 +38,7 @@ def time_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def capture(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Capture a graph of some milliseconds of a call; return it and the number of calls in it."""
+    """Capture some milliseconds of calls; return graph and number of calls."""
     call()
     torch.cuda.synchronize()
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`fa3 tune`: measures the planner's best plans of some shapes, and keeps the fastest of each."""
+"""`fa3 tune`: measures the best plans of shapes, and keeps the fastest."""
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +70,7 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
 
 
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
-    """Return the planner's choice, then the plans that are predicted to be the next fastest."""
+    """Return the planner's choice, then the next fastest by prediction."""
     others: list[AnyPlan | None] = [
         plan_forward(problem, gpu, one.config, one.schedule)
         for one in candidates(problem, gpu, configs(problem, gpu), CHOICES)
@@ -88,7 +88,7 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
 
 
 def fastest(times: Sequence[float]) -> int:
-    """Return the index of the shortest time; 0 if it is not clearly shorter than the first."""
+    """Return the index of the shortest time; 0 without a clear gain."""
     best = min(range(len(times)), key=times.__getitem__)
     return best if times[best] < (1 - LEAST_SHARE) * times[0] else 0
 

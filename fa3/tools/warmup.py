@@ -1,4 +1,4 @@
-"""`warmup`: compile all kernels that a model can need before it needs them, in parallel.
+"""`warmup`: compile all kernels that a model can need, in parallel.
 
 Which kernels these are is asked of the planner, over a grid of batch sizes and lengths, and of the
 plans of packed sequences and of decoding. Several processes compile them; they meet in the cache on
@@ -76,7 +76,7 @@ def warmup(
     processes: int | None = None,
     dry_run: bool = False,
 ) -> str:
-    """Compile all kernels that a model can need, so that none of its calls waits for one.
+    """Compile all kernels that a model can need.
 
     These are the kernels that the planner chooses for batch sizes up to 256 and lengths up to 128k,
     on the Hopper GPUs of this machine, or else on an H200 and an H100; those for packed sequences;
@@ -168,7 +168,7 @@ def run_compile(options: argparse.Namespace) -> None:
 
 
 def with_options(model: Model | None, **options: object) -> Model:
-    """Return a model with other fields where options are not None; without a model, a new one."""
+    """Return a model with the options that are not None."""
     fields: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if model is not None:
         model = replace(model, **fields)
@@ -217,7 +217,7 @@ def check_kept(kernels: Sequence[Kernel]) -> None:
 def kernels_of(
     model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
 ) -> Iterator[Kernel]:
-    """Yield all kernels that a model can need with these calls, some of them repeatedly."""
+    """Yield all kernels that these calls can need, some repeatedly."""
     if "dense" in calls:
         yield from dense_kernels(model)
     for window in model.windows:
@@ -237,7 +237,7 @@ def kernels_of(
 
 
 def spec_of(model: Model, window: Window, on_cache: bool = False) -> AttentionSpec:
-    """What a layer with this window computes: on a cache in 16 bits, also with queries in FP8."""
+    """The specs of a layer with this window."""
     scores = (Template.of(Softcap(float(model.softcap))),) if model.softcap else ()
     sinks = model.out_dtype if model.sinks else None
     head_dims = model.head_dim, model.head_dim_v
@@ -247,7 +247,7 @@ def spec_of(model: Model, window: Window, on_cache: bool = False) -> AttentionSp
 
 
 def known_gpus() -> list[Gpu]:
-    """What kernels are chosen for: this machine's GPUs, or else those that the planner knows."""
+    """The GPUs to choose kernels for: this machine's, or all known."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         with contextlib.suppress(ValueError):  # no Hopper GPU
@@ -265,7 +265,7 @@ def dense_kernels(model: Model) -> Iterator[Kernel]:
 
 
 def problems_of(model: Model) -> dict[Problem, None]:
-    """Calls without a cache, of all sizes, each once: many windows hide nothing of short ones."""
+    """Calls without a cache, of all sizes, each once."""
     ratio = model.heads_q // model.heads_kv
     problems: dict[Problem, None] = {}
     for batch, seqlen_q, seqlen_k in itertools.product(BATCHES, SEQLENS, SEQLENS):
@@ -279,7 +279,7 @@ def problems_of(model: Model) -> dict[Problem, None]:
 
 
 def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
-    """What is launched for packed sequences that use all of their rows, whatever the lengths."""
+    """Launches of packed sequences of any lengths that use all rows."""
     tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     heads = model.heads_q, model.heads_kv
     signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
@@ -288,7 +288,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
-    """What is launched for packed queries on pages, be they few of a sequence or many."""
+    """Launches of packed queries on pages, few or many per sequence."""
     cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
     yield from kernels_on_cache(model, window, cache, is_packed=True)
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
@@ -308,7 +308,7 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
 def kernels_on_cache(
     model: Model, window: Window, cache: CacheLayout, num_splits: int = 0, **kinds: bool
 ) -> Iterator[Kernel]:
-    """What is launched for calls on a cache, whatever its lengths; `kinds` are of `DecodePlan`."""
+    """Launches of calls on a cache, of any lengths."""
     heads = model.heads_kv, model.heads_q // model.heads_kv
     kinds["has_fp8_q"] = model.is_fp8
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
