@@ -213,5 +213,5 @@ class Problem:
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
         spec = self.spec
-        of_out = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v
-        return rows_q * (spec.element.bytes * spec.head_dim + of_out) + rows_k * spec.key_bytes
+        out_bytes = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v
+        return rows_q * (spec.element.bytes * spec.head_dim + out_bytes) + rows_k * spec.key_bytes

@@ -116,9 +116,9 @@ WITH_GRADIENT = {DENSE: (*QKV, "sinks"), PACKED: (*QKV, "sinks"), PAGED: (), CAC
 READ_BY_NUMBER = {*OF_INT32, *DESCALES, "alibi_slopes", "sinks"}
 """The tensors that may begin at any address."""
 
-OF_EACH_SEQUENCE = "seqused_q", "seqused_k", *DESCALES
+PER_SEQUENCE = "seqused_q", "seqused_k", *DESCALES
 """The tensors that have a row for each sequence, if keys are packed."""
-of_each_sequence = itemgetter(*OF_EACH_SEQUENCE)  # picks them
+pick_per_sequence = itemgetter(*PER_SEQUENCE)
 
 ANY_NUMBER = 2
 """In a description, rows of a tensor that may have another number of them in each call."""
@@ -163,7 +163,7 @@ def have_one_batch(tensors: Mapping[str, Any]) -> bool:
     if len(shape) != 1 or not shape[0] or tensors["cu_seqlens_k"].shape != shape:
         return False
     batch = shape[0] - 1
-    for one in of_each_sequence(tensors):
+    for one in pick_per_sequence(tensors):
         if one is not None and one.shape[:1] != (batch,):
             return False
     return slopes is None or len(slopes.shape) != 2 or slopes.shape[0] == batch
@@ -324,7 +324,7 @@ class AttentionCall(
         if self.kind != PACKED:
             return rows_of_q, (), (), ()
         has_slopes = self.alibi_slopes is not None and len(self.alibi_slopes.shape) == 2
-        each = *OF_EACH_SEQUENCE, *["alibi_slopes"] * has_slopes
+        each = *PER_SEQUENCE, *["alibi_slopes"] * has_slopes
         return rows_of_q, ("k", "v"), each, ("cu_seqlens_q", "cu_seqlens_k")
 
     def alignments(self, options: Options) -> dict[str, int]:
@@ -563,11 +563,11 @@ def check_cache_counts(call: AttentionCall) -> None:
 
 def check_new_tokens(tensors: Mapping[str, Any]) -> None:
     """Raise unless k and v, or their descriptions, come together, and rotary tables with them."""
-    given = {public_name(CACHED, name): tensors[name] is not None for name in NEW_TOKENS}
+    is_passed = {public_name(CACHED, name): tensors[name] is not None for name in NEW_TOKENS}
     for name, other in ("kv", "vk", NEW_TOKENS[2:], NEW_TOKENS[:1:-1]):
-        if given[other] and not given[name]:
+        if is_passed[other] and not is_passed[name]:
             raise ValueError(f"{name} must be given with {other}")
-        if given[name] and not given["k"]:
+        if is_passed[name] and not is_passed["k"]:
             raise ValueError(f"{name} must be None without k and v: nothing is appended")
 
 

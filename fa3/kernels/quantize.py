@@ -170,10 +170,10 @@ class Quantize(KernelBase):
         else:
             bits = Int32(0)
             for i in cutlass.range(vectors.thread, ctas, QUANTIZE_THREADS, unroll=1):
-                found = Int32(0)
-                while found == 0:
-                    found = cute.arch.load(largest + i, Int32, sem="relaxed", scope="gpu")
-                bits = cutlass.max(bits, found - 1)
+                stored = Int32(0)
+                while stored == 0:
+                    stored = cute.arch.load(largest + i, Int32, sem="relaxed", scope="gpu")
+                bits = cutlass.max(bits, stored - 1)
             bits = largest_of_warps(bits, smem, vectors.thread)
             scale = cute.arch.fmax(float_of(bits) / MOST, Float32(LEAST_SCALE))
             factor = Float32(1.0) / scale
@@ -197,14 +197,14 @@ class Quantize(KernelBase):
             ends, total = call.cu_seqlens_q if kind == 0 else call.cu_seqlens_k, tensor.shape[0]
             begin = cutlass.max(cutlass.min(ends[batch], total), 0)
             end = cutlass.max(cutlass.min(ends[batch + 1], total), begin)
-            of_sequence, seqlen = cute.domain_offset((begin, 0, 0), tensor), end - begin
+            sequence_rows, seqlen = cute.domain_offset((begin, 0, 0), tensor), end - begin
         else:
-            of_sequence, seqlen = tensor[batch, None, None, None], tensor.shape[1]
+            sequence_rows, seqlen = tensor[batch, None, None, None], tensor.shape[1]
         heads = self.group if kind == 0 else 1
-        of_heads = cute.domain_offset((0, head * heads, 0), of_sequence)
-        token, step, _ = of_heads.stride
-        shape, stride = ((heads, seqlen), of_heads.shape[2]), ((step, token), 1)
-        return cute.make_tensor(of_heads.iterator, cute.make_layout(shape, stride=stride))
+        head_rows = cute.domain_offset((0, head * heads, 0), sequence_rows)
+        token, step, _ = head_rows.stride
+        shape, stride = ((heads, seqlen), head_rows.shape[2]), ((step, token), 1)
+        return cute.make_tensor(head_rows.iterator, cute.make_layout(shape, stride=stride))
 
 
 @dataclass(frozen=True)

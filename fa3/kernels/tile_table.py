@@ -388,8 +388,8 @@ class TileTable(KernelBase):
             if cutlass.const_expr(self.is_of_keys and are_all):  # noqa: SIM102
                 if call.is_by_work != 0:
                     _, before, parts = find_part(call.block_parts, call.rise, left)
-                    of_tile = owner, before, parts, call.queries.num_sequences
-                    at = place_of_tile(lane_sequence.num_tiles, *of_tile) + left - before
+                    tile_place = owner, before, parts, call.queries.num_sequences
+                    at = place_of_tile(lane_sequence.num_tiles, *tile_place) + left - before
             record = TileRecord(left, first + owner, *ends, num_tiles)
             if cutlass.const_expr(self.is_of_keys):
                 record = KeyTileRecord(*record, owned_k)

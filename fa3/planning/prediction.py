@@ -79,9 +79,9 @@ class Load(NamedTuple):
     """Times of all segments, in microseconds, without the schedule's overhead per segment."""
 
     last: float  # when the last cluster is done
-    # total, of_blocks: sum over all segments, and over their key blocks alone.
+    # total, block_us: sum over all segments, and over their key blocks alone.
     total: float
-    of_blocks: float
+    block_us: float
     longest: float  # time of the longest segment
     num_segments: int  # how many segments there are
     rounds: int  # segments of the cluster that has the most
@@ -102,11 +102,11 @@ class Load(NamedTuple):
             last = end_of_last(segments, times, tile.part_us_if(True))
             rounds = int(np.bincount(segments.owner).max(initial=0))
         blocks = segments.full + segments.masked
-        of_blocks = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
+        block_us = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
         return cls(
             last,
             total=float(times.sum()),
-            of_blocks=float(of_blocks),
+            block_us=float(block_us),
             longest=float(times.max(initial=0.0)),
             num_segments=len(times),
             rounds=rounds,
@@ -124,13 +124,13 @@ def loads_of_whole_tiles(tiled: TiledProblem) -> tuple[Load, Load]:
     count, heads = order.num_tiles, order.num_heads * order.batch
     # Tiles of the same rows take equally long: there may be too many to look at each.
     times = times_of(rows, tiled.costs)
-    of_head = Load.of(rows, tiled.costs, lanes)
+    head_load = Load.of(rows, tiled.costs, lanes)
     rest = times[order.m_blocks(count - tiles_before_last(count, lanes))]
-    total = of_head.total * heads
+    total = head_load.total * heads
     level = (total - float(rest.sum())) / lanes
-    greedy = of_head._replace(
-        last=greedy_end(rest, lanes, level), total=total, of_blocks=of_head.of_blocks * heads,
-        num_segments=count, rounds=-(-count // lanes), blocks=of_head.blocks * heads,
+    greedy = head_load._replace(
+        last=greedy_end(rest, lanes, level), total=total, block_us=head_load.block_us * heads,
+        num_segments=count, rounds=-(-count // lanes), blocks=head_load.blocks * heads,
     )  # fmt: skip
     if greedy.last <= LATE * greedy.total / lanes:
         return greedy, greedy
@@ -204,7 +204,7 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
     burst = load.last + load.rounds * unit_us
     per_sm = config.cluster / (tiled.gpu.num_sms * burst) if burst else 0.0
     memory_us = bytes_moved(tiled, load) / costs.bytes_per_us
-    busy_share = load.of_blocks * per_sm
+    busy_share = load.block_us * per_sm
     if burst:
         busy_share += costs.memory_power * min(1.0, memory_us / burst)
     slowdown = max(1.0, tile.steady * busy_share ** (1 / POWER_EXPONENT))

@@ -105,10 +105,10 @@ class BlockConverter(BlockRewriter):
         only what depends on lane and stage is computed by the kernel."""
         tile_n, columns, _ = (cute.size(buffer, mode=[mode]) for mode in range(3))
         size = buffer.element_type.width // 8
-        width, of_loaded = box_bytes(columns, size), box_bytes(columns, 1)
-        piece = min(of_loaded, 64) // CHUNK  # chunks of a row
+        width, loaded_width = box_bytes(columns, size), box_bytes(columns, 1)
+        piece = min(loaded_width, 64) // CHUNK  # chunks of a row
         row, chunk = self.lane // piece, size * (self.lane % piece) + i
-        if of_loaded == 128:
+        if loaded_width == 128:
             # Eight lanes load chunks of rows r and r ^ 5: bit 2 separates the loads of the two
             # rows, bit 0 the stores.
             row = (self.lane // 8) ^ (self.lane // 4 % 2 * 5)
@@ -241,13 +241,13 @@ def float_of(bits: Int32) -> Float32:
 
 
 @cute.jit
-def largest_of_warps(number, of_warps, thread, meet: cutlass.Constexpr = cute.arch.sync_threads):
+def largest_of_warps(number, warp_values, thread, meet: cutlass.Constexpr = cute.arch.sync_threads):
     """The largest of a number that each thread has.
-    `of_warps` is int32 in shared memory, one for each warp; `meet` is a barrier of the warps."""
+    `warp_values` is int32 in shared memory, one for each warp; `meet` is a barrier of the warps."""
     number = cute.arch.warp_redux_sync(number, "max")
     if thread % WARP == 0:
-        of_warps[thread // WARP] = number
+        warp_values[thread // WARP] = number
     meet()
-    for i in cutlass.range_constexpr(cute.size(of_warps)):
-        number = cutlass.max(number, of_warps[i])
+    for i in cutlass.range_constexpr(cute.size(warp_values)):
+        number = cutlass.max(number, warp_values[i])
     return number

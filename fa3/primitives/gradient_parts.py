@@ -173,7 +173,7 @@ class GradientParts:
         cute.arch.sync_warp()
 
     @cute.jit
-    def join(self, accs: tuple, lane, own, sibling, node) -> Boolean:
+    def join(self, accs: tuple, lane, slot, sibling, node) -> Boolean:
         """Add the sibling's sum, or leave this warp's for the sibling; return whether it was added.
         The counter of the part `node` tells whether one of the sums is in memory."""
         counter = self.tensors.counters.iterator + (node * self.warps + self.warp)
@@ -182,7 +182,7 @@ class GradientParts:
             count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         count = cute.arch.shuffle_sync(count, 0)
         if count == 0:
-            self.move(accs, lane, own, is_store=True)
+            self.move(accs, lane, slot, is_store=True)
             cute.arch.sync_warp()
             if lane == 0:
                 count = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
@@ -220,14 +220,14 @@ class GradientParts:
         for r in cutlass.range_constexpr(2):
             row = slab * ROWS + self.warp % WARPS * ROWS_OF_WARP + lane // 4 + 8 * r
             if row < rows.length:
-                of_row = target[rows.batch, rows.begin + row, work.head_kv, None]
+                gradient_row = target[rows.batch, rows.begin + row, work.head_kv, None]
                 for i in cutlass.range_constexpr(pairs):
                     pair = cute.make_rmem_tensor(PAIR, target.element_type)
                     for j in cutlass.range_constexpr(PAIR):
                         pair[j] = fragment[r, PAIR * i + j].to(target.element_type)
                     # Columns of padding have no place in the gradient.
-                    if (first + 4 * i) * PAIR < of_row.shape[0]:
-                        cute.autovec_copy(pair, vector_of(of_row, first + 4 * i, PAIR))
+                    if (first + 4 * i) * PAIR < gradient_row.shape[0]:
+                        cute.autovec_copy(pair, vector_of(gradient_row, first + 4 * i, PAIR))
 
 
 def family_of(first, span):

@@ -130,9 +130,9 @@ def execute_backward(
         sinks = walk.sinks.float()
         sums = (gradient_of_sinks(sinks, lse[..., x], delta[..., x]) for x in parts)
         d_sinks = reduce(torch.add, sums).to(walk.sinks.dtype)
-    found = zip(wanted, ((dq * softmax_scale).to(q.dtype), dk, dv), operands, strict=False)
+    results = zip(wanted, ((dq * softmax_scale).to(q.dtype), dk, dv), operands, strict=False)
     d_q, d_k, d_v = (
-        gradient.view(x.shape) if is_wanted else None for is_wanted, gradient, x in found
+        gradient.view(x.shape) if is_wanted else None for is_wanted, gradient, x in results
     )
     return Gradients(d_q, d_k, d_v, d_sinks)
 

@@ -140,16 +140,16 @@ def warmup(
     calls = each("calls", calls, one_of, CALLS)
     page_sizes = each("page_sizes", page_sizes, integer, 0)
     processes = None if processes is None else integer("processes", processes, 1)
-    found = dict.fromkeys(kernels_of(model, calls, page_sizes, rotary_of(model, rotary)))
-    if not found:
+    wanted = dict.fromkeys(kernels_of(model, calls, page_sizes, rotary_of(model, rotary)))
+    if not wanted:
         raise ValueError(
             f"calls and page_sizes must ask for a kernel, got {calls} and {page_sizes}: 'paged' "
             "takes page sizes of 1 or more, 'cache' also 0"
         )
-    absent = tuple(kernel for kernel in found if not is_on_disk(kernel))
-    total, stored = f"{len(found)} kernels:", len(found) - len(absent)
+    absent = tuple(kernel for kernel in wanted if not is_on_disk(kernel))
+    total, stored = f"{len(wanted)} kernels:", len(wanted) - len(absent)
     if dry_run:
-        places = dict.fromkeys(found, "on disk") | dict.fromkeys(absent, "to compile")
+        places = dict.fromkeys(wanted, "on disk") | dict.fromkeys(absent, "to compile")
         lines = [f"{place:11} {describe_kernel(kernel)}" for kernel, place in places.items()]
         return "\n".join([*lines, f"{total} {stored} on disk, {len(absent)} to compile"])
     if absent:
