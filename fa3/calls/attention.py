@@ -362,7 +362,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Append k and v to a cache, in place, and attend from q to all that is then in it.
+    """Append k and v to a cache in place; attend to all of it.
 
     Positions and heads are as in `flash_attn_func`, where a sequence's length counts the appended
     tokens.

@@ -157,8 +157,7 @@ def describe_tensors(values: Mapping[str, Any], options: Options) -> "AttentionC
 
 
 def have_one_batch(tensors: Mapping[str, Any]) -> bool:
-    """Whether all tensors of packed sequences, or their descriptions, have rows for the same number
-    of them."""
+    """Whether all tensors have rows for equally many packed sequences."""
     shape, slopes = tensors["cu_seqlens_q"].shape, tensors["alibi_slopes"]
     if len(shape) != 1 or not shape[0] or tensors["cu_seqlens_k"].shape != shape:
         return False
@@ -562,7 +561,7 @@ def check_cache_counts(call: AttentionCall) -> None:
 
 
 def check_new_tokens(tensors: Mapping[str, Any]) -> None:
-    """Raise unless k and v, or their descriptions, come together, and rotary tables with them."""
+    """Raise unless k and v come together, and rotary tables with them."""
     is_passed = {public_name(CACHED, name): tensors[name] is not None for name in NEW_TOKENS}
     for name, other in ("kv", "vk", NEW_TOKENS[2:], NEW_TOKENS[:1:-1]):
         if is_passed[other] and not is_passed[name]:

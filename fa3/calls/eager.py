@@ -32,8 +32,8 @@ LOWEST_ADDRESS = 1 << 33
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether what is done to a tensor now is recorded in a graph: then an operator of
-    `fa3.calls.operators` stands for the call.
+    """Whether a graph records what is done to a tensor now.
+    Then an operator of `fa3.calls.operators` stands for the call.
 
     Raises:
         NotImplementedError: it is recorded where no operator can stand, or done to what stands for
@@ -127,7 +127,7 @@ def lies_nowhere(name: str, tensor: torch.Tensor) -> NotImplementedError:
 
 
 def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor of a backward pass, with memory to read; others as they are.
+    """Return a tensor of a backward pass with memory to read.
     The current stream waits for a collective that computes it. A gradient comes from other people's
     code, and so does a tensor that was kept, where hooks of saved tensors are active."""
     if not isinstance(tensor, torch.Tensor):

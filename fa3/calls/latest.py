@@ -153,8 +153,8 @@ def check_of_alignments(alignments: tuple[int, ...]) -> Callable[..., bool]:
 
 
 def says_its_stride(tensor: torch.Tensor) -> bool:
-    """Whether tensors with more rows and the same strides are as valid as this one: the stride of a
-    single row may be anything."""
+    """Whether more rows with these strides are as valid as this one.
+    The stride of a single row may be anything."""
     return len(tensor) > 1 or tensor.stride(0) == math.prod(tensor.shape[1:])
 
 

@@ -304,7 +304,7 @@ def hide_all_keys(
     ends: torch.Tensor | None = None,
     used: torch.Tensor | None = None,
 ) -> None:
-    """Write what queries get that see no key: 0, and -inf or their head's sink.
+    """Write the results of queries without keys: 0, and -inf or sinks.
     Packed rows that are not used stay as they are."""
     is_used = None if ends is None else used_queries(len(out), ends, used)
     if is_used is None:

@@ -238,7 +238,7 @@ def flatten_function(
 
 
 def name_of(kind: type, constants: tuple[tuple[str, Hashable], ...], tensors: tuple[str, ...]):
-    """The name of the objects of a class with these plain fields; the same one each time.
+    """The name of objects with these plain fields, always the same.
     It is the class's, with a number if the class has objects of other fields. So a process that
     asks for the names in the same order gets the same ones."""
     form = Form(kind, constants, tuple(types_of(value) for _, value in constants), tensors)
@@ -437,7 +437,7 @@ def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.T
 
 
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
+    """The gradients of q, k, v and sinks; an empty tensor without sinks.
     Takes the arguments of `fa3::backward`."""
     call = as_call(BACKWARD.defaults | arguments)
     q, k, v, out, lse = (call[name] for name in ("q", "k", "v", "out", "lse"))

@@ -196,7 +196,7 @@ def named_options(kind: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_if_unshared(pack_gqa: bool | None, q: Any, k: Any) -> bool | None:
-    """A call's pack_gqa; None, which leaves it open, where no heads share a key/value head.
+    """A call's pack_gqa; None where no heads share a key/value head.
     Of q and k, tensors or shapes, nothing is checked so far."""
     heads_q, heads_kv = (getattr(one, "shape", one)[-2:-1] for one in (q, k))
     if pack_gqa is None or heads_q != heads_kv:

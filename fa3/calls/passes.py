@@ -23,7 +23,7 @@ from fa3.scores.masks import Mask
 
 
 def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Callable]:
-    """Give a function parameters in this order, which it takes by name; for decorating it.
+    """Return a decorator: parameters get this order, by position or name.
     Types and defaults are the function's, or else the first other function's that has the
     parameter; None where none has it. Its other parameters are taken by name only."""
 

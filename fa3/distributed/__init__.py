@@ -1,4 +1,4 @@
-"""Attention over the ranks of a process group: layouts of a sequence, and calls on parts of it.
+"""Attention over the ranks of a process group.
 
 Each rank holds some rows of q, k and v, as a layout says, and gets the same rows of the output.
 """

@@ -52,7 +52,7 @@ class KeyPart:
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
 
     def at(self, window: Window, waits: bool, **changed: Any) -> "KeyPart":
-        """Return a part with another window, and perhaps more, that is as here in all else.
+        """Return this part with another window, and other changes.
         If rows are on their way while it runs, kernels of others wait for them."""
         options = self.options._replace(window=window)
         if waits:

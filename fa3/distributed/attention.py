@@ -245,7 +245,7 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
-    """Return what computes a call, with all that does not depend on what its tensors hold."""
+    """Return what computes a call, prepared as far as possible."""
     described, asked, layout, method = call
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
     *_, heads_kv, columns_v = of_v
@@ -266,7 +266,7 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
 
 
 def without_rows(value: object) -> object:
-    """Return what ranks must agree on: of a tensor all but its rows and values."""
+    """Return what ranks must agree on: no rows and values of tensors."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = [size for i, size in enumerate(value.shape) if value.ndim != 4 or i != 1]

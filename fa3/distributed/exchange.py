@@ -1,4 +1,4 @@
-"""What the ranks of a group send each other: rows, heads, and what they were asked for."""
+"""What ranks send each other: rows, heads, arguments."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ class RankCall(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def orders(chunks: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the sequence row of each row of all ranks, and the other way round."""
+    """Return each rank row's sequence row, and each sequence row's rank row."""
     with torch.inference_mode(False):
         rows = [torch.arange(x.start, x.stop) for held in chunks for x in held]
         to_ranks = torch.cat([torch.arange(0), *rows])

@@ -48,8 +48,8 @@ class Hop:
     order: Tensor | None = None
 
     def start_back(self, terms: Terms, like: Tensor) -> Callable[[], Terms]:
-        """Begin to bring gradients of keys back. Return what waits for the gradients of this rank's
-        rows, from here and from other ranks."""
+        """Begin to bring gradients of keys back to their ranks.
+        Return what waits for the gradients of this rank's rows, from here and from other ranks."""
         if (coming := self.coming) is None or (going := self.going) is None:
             return lambda: terms
         total = coming.exchange.totals[going.rank]
@@ -222,7 +222,7 @@ def gather(call: RankCall) -> Hops:
 
 
 def ring(call: RankCall) -> Hops:
-    """Return a hop for each rank: this one, the rank before, and so on round all ranks."""
+    """Return a hop for each rank: this one, the one before, and so on."""
     split, part = call.split, call.part
     held = [tuple(together(one) or one[:1]) for one in split.chunks]
     steps = [tuple(held[i - step] for i in range(len(held))) for step in range(len(held))]
@@ -236,7 +236,7 @@ def ring(call: RankCall) -> Hops:
 
 
 def packed_gather(call: RankCall) -> Hops:
-    """Return a hop of all rows, of which a rank's chunks of documents see some."""
+    """Return a hop of all rows; chunks of documents see some."""
     (left, right), seen, split = call.part.options.window, [], call.split
     chunks = split.chunks[split.rank]
     for i, chunk in enumerate(chunks):
@@ -253,14 +253,14 @@ def packed_gather(call: RankCall) -> Hops:
 
 
 def keeps(call: RankCall) -> bool:
-    """Whether keys of all ranks are kept for the backward pass: if no larger than q and out."""
+    """Whether keys are kept for the backward pass: if they are small."""
     (heads, _), (heads_kv, _), _ = call.sizes
     return call.part.options.has_gradient and heads_kv * len(call.split.rows) <= heads
 
 
 def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop, ...]:
-    """Return a hop for each step, in which ranks see runs of keys; but parts that see this rank's
-    own keys only are in the first."""
+    """Return a hop for each step, in which ranks see runs of keys.
+    Parts that see this rank's own keys only are in the first."""
     chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
     for i, seen in enumerate(steps):
         of_ranks = [
@@ -287,8 +287,8 @@ def hop_of(
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:
-    """Return the rows of a run that see any of these keys, the keys that they see, and the window
-    that shows them. Bottom-right alignment puts the last row at the last of the keys."""
+    """Return the rows of a run that see keys, these keys, and the window.
+    Bottom-right alignment puts the last row at the last of the keys."""
     left, right = window
     begin = run.start if right < 0 else max(run.start, keys.start - right)
     end = run.stop if left < 0 else min(run.stop, keys.stop + left)
@@ -308,8 +308,8 @@ def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Wind
 def parts_of(
     held: tuple[range, ...], key_runs: tuple[range, ...], part: KeyPart, waits: bool
 ) -> tuple[list[KeyPart], list[KeyPart], tuple[range, ...]]:
-    """Return the parts of a rank that has these chunks and sees these runs of keys: parts that see
-    its own keys, and others. Return, too, which keys come for the others."""
+    """Return a rank's parts with its own keys, others, and keys that come.
+    The rank has these chunks and sees these runs of keys."""
     runs, own, others = with_begins(together(held) or held[:1]), list[KeyPart](), []
     wanted = []
     for key_run in key_runs:
@@ -333,7 +333,7 @@ def parts_of(
 
 
 def placed(rows: range, runs: list[tuple[range, int]]) -> slice | None:
-    """Return where rows are among runs, each with its place, if one of these has all of them."""
+    """Return where rows are among placed runs, if one has them all."""
     for run, begin in runs:
         if run.start <= rows.start and rows.stop <= run.stop:
             return slice(rows.start - run.start + begin, rows.stop - run.start + begin)

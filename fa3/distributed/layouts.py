@@ -101,7 +101,7 @@ def chunks_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> Runs:
 
 
 def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
-    """Cut rows into chunks; of the longer ones `first` is the first, and others follow in turn."""
+    """Cut rows into chunks; longer ones come in turn from `first` on."""
     rows, longer = divmod(end - begin, count)
     lengths = [rows + ((i - first) % count < longer) for i in range(count)]
     return [range(*ends) for ends in pairwise(accumulate(lengths, initial=begin))]
@@ -109,8 +109,8 @@ def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
 
 @dataclass(frozen=True)
 class Zigzag(SequenceLayout):
-    """Rank r of n has chunks r and 2n - 1 - r of 2n, so causal attention is the same work for all.
-    If 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`."""
+    """Rank r of n has chunks r and 2n - 1 - r of 2n.
+    Causal attention is the same work for all. Torch's `_HeadTailLoadBalancer` has this order."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the two chunks of each rank."""
@@ -119,7 +119,7 @@ class Zigzag(SequenceLayout):
 
 @dataclass(frozen=True)
 class Contiguous(SequenceLayout):
-    """Rank r of n has chunk r of n: the least work for full attention and short windows."""
+    """Rank r of n has chunk r of n: for full attention, short windows."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the one chunk of each rank."""

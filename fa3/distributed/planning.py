@@ -16,7 +16,7 @@ AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How a call over ranks runs; pairs of numbers are of the forward and the backward pass.
+    """How a call over ranks runs; pairs are forward and backward.
 
     Attributes:
         pairs: of a query and a key that it sees, for each rank, in all query heads together.
@@ -106,7 +106,7 @@ def plan(
 
 
 def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Window) -> list[int]:
-    """Return the pairs of a query and a key that it sees, of each rank's rows."""
+    """Return the visible pairs of queries and keys, for each rank."""
     ends = torch.tensor(layout.cu_seqlens if layout.cu_seqlens != (0,) else (0, seqlen))
     rows = torch.arange(seqlen)
     document = torch.searchsorted(ends, rows, right=True)
@@ -122,7 +122,7 @@ def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Win
 def methods_for(
     method: str, num_ranks: int, heads_q: int, window: Window, has_slopes: bool, is_packed: bool
 ) -> list[str]:
-    """Return the methods that suit a call, of all or the one that is asked for; or raise."""
+    """Return the methods that suit a call, or raise."""
     refused = {"gather": "", "ring": "alibi_slopes" if has_slopes else "", "ulysses": ""}
     if is_packed:
         refused["ring"] = "documents"

@@ -1,4 +1,4 @@
-"""Rows on their way between ranks: by copies into memory that ranks share, or by messages.
+"""Rows between ranks: by copies into shared memory, or by messages.
 
 On one host a GPU writes rows into memory of the others. Its copy engine does that, which takes no
 SM. Ranks meet before the copies, when no rank reads that memory any more, and after them.
@@ -21,7 +21,7 @@ Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 
 
 class Move(NamedTuple):
-    """Neighbouring rows of a rank that get to neighbouring places of a rank, perhaps the same."""
+    """Neighbouring rows that get to neighbouring places of a rank."""
 
     source: int
     target: int
@@ -65,14 +65,14 @@ def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
 
 
 def everything_of(rows: tuple[int, ...]) -> RowExchange:
-    """Return how each rank gets all rows, one rank's after another's, if they have so many."""
+    """Return how each rank gets all rows, in the order of ranks."""
     ends = list(accumulate(rows, initial=0))
     each = tuple((range(*pair),) for pair in pairwise(ends))
     return exchange_of(each, ((range(ends[-1]),),) * len(rows))
 
 
 def together(runs: Iterable[range]) -> tuple[range, ...]:
-    """Return runs, of which those that touch or overlap the one before are one with it."""
+    """Return runs, joined where they touch or overlap."""
     results: list[range] = []
     for run in filter(len, runs):
         if results and results[-1].start <= run.start <= results[-1].stop:
@@ -205,7 +205,7 @@ class Transfer:
     @functools.cached_property
     @torch.inference_mode(False)  # else no other call could write there
     def shared(self) -> "SharedMemory":
-        """Prepare to copy, where all ranks do: what copies write is the same each time."""
+        """Prepare to copy, on all ranks; copies write the same each time."""
         self.begun, self.ended = torch.cuda.Event(), torch.cuda.Event()
         shapes, dtypes = self.shapes(max(self.exchange.totals)), [x for *_, x in self.kinds]
         counts = zip(map(math.prod, shapes), dtypes, strict=True)
@@ -226,7 +226,8 @@ class Transfer:
 
 @functools.cache  # on all ranks alike: it may not be forgotten on one of them
 def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the GPUs of a group can write into each other's memory; all ranks must ask."""
+    """Whether a group's GPUs can write into each other's memory.
+    All ranks must ask."""
     if device.type != "cuda":
         return False
     hosts: list[Any] = [None] * group.size()
@@ -242,7 +243,7 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class SharedMemory(NamedTuple):
-    """Memory of this rank that the others write to, and theirs that this one writes to."""
+    """Memory of this rank and of others that they write to."""
 
     buffer: Tensor
     handle: Any  # torch's, for the memory of all ranks

@@ -1,4 +1,4 @@
-"""Ulysses: each rank gets the whole sequence of some heads, attends, and sends the output back.
+"""Ulysses: each rank attends over the whole sequence of some heads.
 
 Source: Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 """
@@ -89,8 +89,9 @@ def ulysses(
     groups: Sequence[dist.ProcessGroup] = (),
     outside: Callable[[RankCall], Hops] | None = None,
 ) -> Ulysses:
-    """Return what computes a call. With two groups, ranks of the second one exchange heads, and
-    gather or ring brings keys over the ranks of the first one."""
+    """Return what computes a call by Ulysses.
+    With two groups, ranks of the second one exchange heads. Gather or ring brings keys over the
+    ranks of the first one."""
     split, ends = call.split, call.ends
     (heads, columns), (heads_kv, _), (_, columns_v) = call.sizes
     group = groups[1] if groups else split.group

@@ -321,8 +321,7 @@ def has_lengths(call: AtenArguments) -> bool:
 
 
 def check_saved(call: AtenArguments) -> None:
-    """Raise `Refused` unless a forward pass left out, the log-sum-exp and what it drew as fa3's
-    leaves them.
+    """Raise `Refused` unless a forward pass left its results as fa3 does.
 
     Another kernel's log-sum-exp may have room for a longest sequence or for a whole tile.
     """

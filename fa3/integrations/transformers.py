@@ -162,8 +162,8 @@ def ends_of_packed(mask: torch.Tensor, window: int | None) -> torch.Tensor | Non
 def padding_on_the_left(
     attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int, q_length: int
 ) -> torch.Tensor | None:
-    """The first key of each sequence, (batch,), int32; empty if all begin at once. None if keys are
-    hidden elsewhere too, or cannot be looked at, since a graph is being traced.
+    """The first key of each sequence, (batch,); empty if all begin at 0.
+    The keys are int32. None if keys are hidden elsewhere too, or a graph is being traced.
 
     Without a cache padding on the right counts as visible: only padding sees it.
     """
@@ -290,7 +290,7 @@ def attend_to_bounds(
     is_plain: bool,  # whether no gradient is wanted, nor dropout
     **options,
 ) -> torch.Tensor:
-    """Attend to the keys of each sequence between bounds: (batch, 1) begins, or with ends.
+    """Attend to each sequence's keys between bounds.
     Raises an error if a gradient or dropout is wanted on a static cache."""
     begin = bounds[:, 0].contiguous()
     if bounds.shape[1] == 1 and (q.shape[1] > 1 or not is_plain):

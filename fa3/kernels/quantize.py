@@ -51,7 +51,7 @@ def mixed_columns(columns: int) -> int:
 
 
 def visits(rows: int, columns: int, units: int) -> tuple[int, int]:
-    """CTAs of a visit, and first visits that come first; units have so many rows on average."""
+    """CTAs of a visit, and first visits that come first."""
     ctas = -(-rows * columns // (QUANTIZE_THREADS * VECTORS_AT_ONCE * VECTOR)) or 1
     return ctas, min(units, 1 + FIRST_VISITS // ctas)
 

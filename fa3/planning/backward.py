@@ -352,8 +352,8 @@ class BackwardPlan(PlanBase):
 
     @property
     def dq_is_zeroed(self) -> bool:
-        """Whether the dQ accumulator starts with zeros. Where all parts run at once, those with the
-        first stores would hold up all others: zeros gained 2 to 5% there (docs/experiments.md)."""
+        """Whether the dQ accumulator starts with zeros.
+        Where all parts run at once, first stores would hold up others: zeros gained 2 to 5%."""
         is_wave = self.num_parts <= TILES_OF_WAVE and self.num_query_tiles <= QUERY_TILES_AT_ONCE
         return not self.is_ordered and (self.is_long or is_wave)
 

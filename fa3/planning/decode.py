@@ -419,7 +419,7 @@ class DecodePlan(PlanBase):
 
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
-    """Raise ValueError if a GPU with `memory` bytes has no room for a call's parts.
+    """Raise ValueError if a call's parts need more than `memory` bytes.
     Only with `FixedSplit` do the slots grow with the capacity of the cache."""
     num_bytes = size.numbers(head_dim_v) * FLOAT_BYTES
     if num_bytes > memory or size.num_slots * size.rows > LARGEST - UNIT:

@@ -93,7 +93,7 @@ def plan_forward(
 def plan_dense(
     problem: Problem, gpu: Gpu | str = H200, pack_gqa: bool | None = None
 ) -> Plan | DecodePlan:
-    """Choose how a dense call runs: in the forward kernel, or in the decode kernel.
+    """Choose the plan of a dense call: forward or decode kernel.
     `pack_gqa` says whether query heads share tiles, as in the decode kernel; None leaves that to
     predicted times. If it is True, and they cannot, that raises an error."""
     gpu = as_gpu(gpu)
@@ -113,7 +113,7 @@ def plan_dense(
 def plan_of_schedule(
     problem: Problem, gpu: Gpu, compared: list[Candidate], schedule: Schedule
 ) -> Plan:
-    """Return the plan with the caller's schedule, and the best tiling that has its tiles.
+    """Return the plan with the caller's schedule and the best tiling.
     Raises ValueError if no tiling has its tiles, or it does not work on each tile exactly once."""
     orders = {one.config: TiledProblem(problem, gpu, one.config).order for one in compared}
     fitting = [one for one in compared if orders[one.config] == schedule.order]

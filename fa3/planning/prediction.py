@@ -180,8 +180,8 @@ class Prediction(NamedTuple):
 
     @property
     def mean_us(self) -> float:
-        """The geometric mean of the times under steady load and at burst clock: the planner cannot
-        know which of them a call will meet."""
+        """The geometric mean of times under steady load and in bursts.
+        The planner cannot know which of them a call will meet."""
         return (self.us * self.burst_us) ** 0.5
 
     @property

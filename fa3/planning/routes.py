@@ -223,7 +223,7 @@ class Signature:
         return replace(self.spec, mask=Intervals())
 
     def launches(self, splits: bool = False, overlaps_decode: bool = False) -> list[Launch]:
-        """Return the launches of a call: tables, the forward kernel, recompute if rows can fail.
+        """Return the launches of a call: tables, forward, perhaps recompute.
         `overlaps_decode` says whether the decode kernel runs at the same time."""
         config, window = self.config, self.window
         kernel = TileTable(
@@ -443,7 +443,7 @@ def has_keys_to_split(signature: Signature, sizes: PackedSizes) -> bool:
 
 
 def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether the forward kernel would leave SMs idle, but its tiles can be split on the GPU.
+    """Whether the GPU should split tiles of the forward kernel.
     Tiles of up to 64 queries are half empty: the decode kernel takes less time for them.
     Of a cache, sequences that decode have no tiles, so tiles count as if all of them were full."""
     batch, heads, total_q, total_k, longest_q, longest_k = sizes

@@ -64,7 +64,7 @@ def hopper_device(device: torch.device | str = "cuda") -> torch.device:
 
 
 def check_recordable(problem: Problem) -> None:
-    """Raise unless a kernel with nothing but q, k and v as its tensors runs the problem."""
+    """Raise unless a kernel with q, k and v alone runs the problem."""
     if problem.spec.modifier_types:
         raise NotImplementedError(
             "scores, masks and sinks with tensors cannot be recorded: a plan does not have them"
