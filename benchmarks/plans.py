@@ -13,8 +13,7 @@ from benchmarks.shapes import Cell, window_size
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, Gpu, has_mask
 from fa3.planning.explanation import describe_config
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_reference
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES

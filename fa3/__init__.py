@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fa3.calls.quantize import quantize as quantize
     from fa3.calls.scheduler_metadata import SchedulerMetadata as SchedulerMetadata
     from fa3.calls.scheduler_metadata import get_scheduler_metadata as get_scheduler_metadata
-    from fa3.planning.plan import Plan as Plan
+    from fa3.planning.planner import Plan as Plan
     from fa3.planning.planner import plan_forward as plan_forward
     from fa3.primitives.fragments import Position as Position
     from fa3.problem import AttentionSpec as AttentionSpec
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 HOMES = {
     "AttentionSpec": "fa3.problem",
     "Mask": "fa3.scores.masks",
-    "Plan": "fa3.planning.plan",
+    "Plan": "fa3.planning.planner",
     "Position": "fa3.primitives.fragments",
     "Problem": "fa3.problem",
     "SchedulerMetadata": "fa3.calls.scheduler_metadata",

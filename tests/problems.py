@@ -10,8 +10,7 @@ from reference import NO_WINDOW
 
 import fa3
 from fa3.planning.costs import H200
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.reference.steps import execute

@@ -25,8 +25,7 @@ import fa3
 from benchmarks.cubin import compile_kernel, inspect
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, Gpu
-from fa3.planning.plan import check_plan
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import check_plan, plan_forward
 from fa3.schedules import walk
 
 ROOT = Path(__file__).parent.parent

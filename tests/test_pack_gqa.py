@@ -16,8 +16,7 @@ from fa3.calls.execution import PreparedPlan
 from fa3.planning.costs import H100, H200
 from fa3.planning.decode import MOST_ROWS, DecodePlan
 from fa3.planning.explanation import duration
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_dense, plan_forward
+from fa3.planning.planner import Plan, plan_dense, plan_forward
 from fa3.problem import Problem, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import CtaGroups, StreamK

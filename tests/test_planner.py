@@ -14,8 +14,7 @@ import fa3
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H100, H200
-from fa3.planning.plan import check_plan
-from fa3.planning.planner import plan_dense, plan_forward
+from fa3.planning.planner import check_plan, plan_dense, plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import AttentionSpec, Problem, Window

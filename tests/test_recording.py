@@ -12,8 +12,7 @@ from problems import CAUSAL, make_operands, make_problem, plan_of
 
 import fa3
 from fa3.planning.costs import H200
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.prediction import Cost, Span, Timeline
 from fa3.primitives.recorder import Note
 from fa3.schedules import SCHEDULES, Segment, Tile

@@ -50,8 +50,7 @@ from fa3.calls.prepare import PreparedAttention, prepare_call, query_step
 from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.calls.values import check_numbers, check_scores
 from fa3.complaints import kind_of
-from fa3.planning.plan import Plan
-from fa3.planning.planner import ScheduleChoice
+from fa3.planning.planner import Plan, ScheduleChoice
 from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score

@@ -32,7 +32,7 @@ from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_ta
 from fa3.planning import routes
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace
 from fa3.planning.launch import NO_MEMORY, FromCall, Launch, Memory
-from fa3.planning.plan import Plan
+from fa3.planning.planner import Plan
 from fa3.planning.routes import PackedSizes, Route, Signature
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import REMEMBERED

@@ -15,7 +15,7 @@ import numpy as np
 
 from fa3.calls.latest import FastPath
 from fa3.complaints import shown
-from fa3.planning.plan import Plan
+from fa3.planning.planner import Plan
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, REMEMBERED, Window
 from fa3.scores.templates import Template
 

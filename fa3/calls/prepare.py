@@ -37,8 +37,7 @@ from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
 from fa3.calls.tuned_plans import plan_call
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning import routes
-from fa3.planning.plan import Plan, check_plan
-from fa3.planning.planner import plan_dense, plan_forward, schedule_name
+from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, PackedSizes, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window

@@ -16,8 +16,7 @@ from typing import Any
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_dense, plan_forward
+from fa3.planning.planner import Plan, plan_dense, plan_forward
 from fa3.problem import Problem
 from fa3.running.code_cache import exclusive, path_of, read, write
 from fa3.settings import SETTINGS

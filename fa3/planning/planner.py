@@ -2,24 +2,319 @@
 
 It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
 times; `plan_dense` compares the best with the decode kernel (`fa3.planning.decode`). Runs on
-the host and needs no GPU. `fa3.calls.prepare` and the command line call it.
+the host and needs no GPU. A caller may make a `Plan` by hand, too (`check_plan`).
+`fa3.calls.execution` launches a plan's kernels, `fa3.reference.steps` walks it on the CPU.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from fa3.complaints import shown
+from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import Candidate
-from fa3.planning.plan import Plan, candidate, check_arguments, check_plan, laid_out
-from fa3.planning.prediction import loads_of_whole_tiles
+from fa3.planning.explanation import Candidate, choice_of, counted, describe_config, duration
+from fa3.planning.launch import FromCall, Launch, Memory, PlanBase, launch_of_forward
+from fa3.planning.prediction import Cost, Load, Prediction, Timeline, loads_of_whole_tiles, predict
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
-from fa3.problem import Problem
-from fa3.schedules import SCHEDULES, Schedule, SplitTiles, Tile, TileList
+from fa3.primitives.shared_memory import CAPACITY
+from fa3.problem import (
+    ELEMENTS,
+    FP8,
+    FP8_HEAD_DIM_UNIT,
+    HEAD_DIM_UNIT,
+    MAX_HEAD_DIM,
+    NO_BOUND,
+    AttentionSpec,
+    Problem,
+    Window,
+)
+from fa3.schedules import SCHEDULES, Schedule, Segment, SingleTile, SplitTiles, Tile, TileList
+from fa3.schedules.marked import RecomputeTiles
+from fa3.schedules.order import check_schedule
+from fa3.scores import masks
+from fa3.scores.masks import Band
 from fa3.settings import check_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(PlanBase):
+    """How one problem runs: the kernel's config, and the schedule its clusters walk.
+
+    Attributes:
+        is_arranged: whether the caller gave the order of the tiles.
+        considered: the candidates that the planner compared, with their predicted times.
+    """
+
+    problem: Problem
+    gpu: Gpu
+    config: ForwardConfig
+    schedule: Schedule
+    is_arranged: bool = False
+    considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Schedule and tiling in a few characters: "list 128x128"."""
+        return f"{self.schedule.name} {describe_config(self.config)}"
+
+    @property
+    def grid(self) -> int:
+        """CTAs to launch."""
+        return self.schedule.num_clusters * self.config.cluster
+
+    def kernel(self, is_recorded: bool = False) -> Forward:
+        """The kernel to launch; the instrumented one if `is_recorded`."""
+        return Forward(self.problem.spec, self.config, type(self.schedule), is_recorded)
+
+    @property
+    def recompute(self) -> "Plan | None":
+        """The recompute launch, for rows whose fixed row max was too far off; None with the
+        online softmax, which needs none."""
+        if not self.config.fixed_reference:
+            return None
+        config = self.config.recompute
+        heads = self.schedule.order.heads_per_section * self.config.cluster_h
+        order = replace(TiledProblem(self.problem, self.gpu, config).order, heads_per_section=heads)
+        schedule = RecomputeTiles(order, min(self.gpu.num_sms, order.num_tiles))
+        return replace(self, config=config, schedule=schedule)
+
+    def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
+        """Return what is launched: the kernel, perhaps instrumented, then recompute if marked."""
+        schedule, recompute = self.schedule, self.recompute
+        named: dict[str, Any] = {
+            "heads_per_section": schedule.order.heads_per_section,
+            "num_clusters": schedule.num_clusters,
+        }
+        if isinstance(schedule, SplitTiles):
+            named["num_slots"] = schedule.num_slots
+        if isinstance(schedule, RecomputeTiles):
+            named["schedule_state"] = FromCall("marks")
+        launch = launch_of_forward(self.kernel(is_recorded), self.problem.window, **named)
+        return (launch, *recompute.launches()) if recompute else (launch,)
+
+    @property
+    def table(self) -> np.ndarray | None:
+        return self.schedule.table
+
+    @property
+    def memory(self) -> Memory:
+        schedule, counters = self.schedule, []
+        parts: tuple[tuple[str, int], ...] = ()
+        if schedule.num_counters:
+            counters.append(("schedule_state", schedule.num_counters))
+        if isinstance(schedule, SplitTiles):
+            rows = self.config.tile_m * self.config.cluster
+            parts_memory = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
+            counters, parts = [*counters, *parts_memory.counters], parts_memory.parts
+        if self.recompute is not None:
+            counters.append(("marks", self.recompute.schedule.num_counters))
+        return Memory(tuple(counters), parts)
+
+    def predict(self) -> Prediction:
+        """The time that the cost model predicts, with its components."""
+        return laid_out(self.tiled, self.schedule).prediction
+
+    @property
+    def tiled(self) -> TiledProblem:
+        """The problem, cut into the plan's tiles."""
+        return TiledProblem(self.problem, self.gpu, self.config)
+
+    def simulate(self) -> Timeline:
+        """Which SM works on which tile when, in microseconds, by the cost model."""
+        tiled = self.tiled
+        costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
+
+        def cost_of(segment: Segment) -> Cost:
+            blocks = masks.Blocks(*by_m_block[segment.tile.m_block])
+            part_us = 0.0
+            if not segment.is_whole:
+                part_us = costs.part_us_if(segment.begin == blocks.begin)
+            if segment.begin is not None:
+                blocks = blocks.between(segment.begin, segment.end)
+            full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
+            return Cost(costs.us(full, touched - full) + part_us, touched, full)
+
+        # Without owners the first free cluster takes the next tile, as the GPU starts clusters.
+        is_owned = self.schedule.owners is not None
+        schedule = self.schedule if is_owned else SingleTile(self.schedule.order)
+        prediction = self.predict()
+        us = prediction.us - prediction.launch_us
+        return Timeline.of(schedule, tiled.lanes, us, cost_of)
+
+    def sentences(self) -> dict[str, str]:
+        problem, gpu, config, schedule = self.problem, self.gpu, self.config, self.schedule
+        chosen = laid_out(self.tiled, schedule)
+        prediction, order, cluster = chosen.prediction, schedule.order, config.cluster
+        others = sorted(self.considered, key=lambda one: one.prediction.us)
+        grouped = DecodePlan.if_possible(problem, gpu)
+        timeline = self.simulate()
+        lane = "An SM" if cluster == 1 else f"A cluster of {cluster} SMs"
+        ctas, tiles = schedule.num_clusters * cluster, order.num_tiles * cluster
+        heads = problem.num_heads_q * problem.batch
+        groups = -(-order.num_heads * order.batch // order.heads_per_section)
+        together = counted(heads, "head") + " together"
+        if groups > 1:
+            together = f"{heads:,} heads in {groups} head groups, one after another"
+        arranged = "in the caller's order" if self.is_arranged else "last query rows first"
+        softmax = "Online: subtracts the running row max."
+        if config.fixed_reference:
+            softmax = (
+                "Subtracts a fixed row max instead of the running one; the recompute launch "
+                "repeats rows for which it was too far off."
+            )
+        unmeasured = "" if gpu.costs.measured else f" Not measured on an {gpu.name}."
+        unmeasured += "" if chosen.measured else " Its tile or schedule was not measured."
+        return {
+            "CTA": f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
+            f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
+            "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, "
+            f"{config.kv_stages} of K and of V, O "
+            f"{'in a buffer of its own' if config.own_o else 'staged where Q was'}: "
+            f"{config.smem_bytes(problem.spec):,} of {CAPACITY:,} bytes.",
+            "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
+            f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
+            f"{counted(tiles, 'tile')}: {prediction.waves:,.2f} waves.",
+            "Order": f"Schedule {schedule.name}: {together}, {arranged}.",
+            # Counted once for every CTA of a cluster.
+            "Work": f"{counted(timeline.blocks * cluster, 'key block')}, "
+            f"{timeline.full_blocks * cluster:,} of them unmasked.",
+            "Softmax": softmax,
+            "Balance": f"{lane} works for {duration(min(timeline.busy, default=0.0))} to "
+            f"{duration(max(timeline.busy, default=0.0))}, on average {duration(timeline.mean)}: "
+            f"{timeline.balance:.1%} of the longest.",
+            "Time": f"{duration(prediction.us)} predicted under steady load, "
+            f"{problem.flops / prediction.us / 1e6:,.0f} TFLOP/s; {duration(prediction.burst_us)} "
+            f"in a burst.{unmeasured}",
+            "Bound": f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs "
+            f"busy for {prediction.busy:.1%} of it, device memory "
+            f"{duration(prediction.memory_us)}, launch {prediction.launch_us:.1f} us.",
+            "Choice": choice_of(chosen.name, prediction, others),
+            "Packing": "" if grouped is None else grouped.compare_with(chosen, others),
+        }
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise TypeError or ValueError unless a plan can run its problem."""
+    if plan.config is None:
+        raise TypeError("plan must have a config, got None")
+    if type(plan.schedule) not in SCHEDULES.values():
+        raise TypeError(
+            f"plan must have a schedule of one of the classes of {sorted(SCHEDULES)}, got "
+            f"{plan.schedule!r:.200}"
+        )
+    check_arguments(plan.problem, plan.gpu, plan.config, plan.schedule.name)
+    tiled = plan.tiled
+    if plan.schedule.order != tiled.order:
+        raise ValueError(
+            f"plan has a schedule with tiles of another problem, GPU or tiling: "
+            f"{plan.schedule.order}; here they are {tiled.order}"
+        )
+    blocks = tiled.blocks_of_tiles()
+    check_schedule(plan.schedule, blocks.begin, blocks.end)
+
+
+def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
+    """A tiling and a schedule for a problem, with the predicted time."""
+    costs = tiled.gpu.costs
+    measured = tiled.costs.is_known and schedule in costs.schedules
+    return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
+
+
+def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:
+    """A schedule as a candidate, predicted from its actual segments."""
+    segments = schedule.segments(tiled.blocks_of_tiles())
+    load = Load.of(segments, tiled.costs, tiled.lanes)
+    return candidate(tiled, schedule.name, load)
+
+
+def check_arguments(
+    problem: Problem, gpu: Gpu, config: ForwardConfig | None, schedule: str | None
+) -> None:
+    """Raise unless problem and GPU are valid, and the config can run it."""
+    for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+    if not isinstance(config, ForwardConfig | None):
+        raise TypeError(f"config must be a ForwardConfig or None, got {shown(config)}")
+    spec, window = problem.spec, problem.window
+    check_type("gpu.name", gpu.name, str)
+    check_type("problem.spec", spec, AttentionSpec)
+    check_type("problem.window", window, Window)
+    for owner, of, least, names in (
+        ("gpu", gpu, 1, ("num_sms", "l2_bytes")),
+        ("problem", problem, 0, ("batch", "seqlen_q", "seqlen_k", "num_heads_kv")),
+        ("problem", problem, 1, ("qhead_per_kvhead",)),
+        ("problem.spec", spec, 1, ("head_dim", "head_dim_v")),
+        ("problem.window", window, NO_BOUND, Window._fields),
+    ):
+        for name in names:
+            check_size(f"{owner}.{name}", getattr(of, name), least)
+    if not spec.is_fp8 and spec.dtype not in ELEMENTS:
+        kinds = [*ELEMENTS, FP8]
+        raise ValueError(f"problem.spec.dtype must be one of {kinds}, got {spec.dtype!r}")
+    outs = [*ELEMENTS] if spec.is_fp8 else [None]
+    if spec.fp8_out not in outs:
+        raise ValueError(
+            f"problem.spec.fp8_out must be one of {outs} with {spec.dtype}, got {spec.fp8_out!r}"
+        )
+    unit = FP8_HEAD_DIM_UNIT if spec.is_fp8 else HEAD_DIM_UNIT
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(spec, name)
+        if size % unit or size > MAX_HEAD_DIM:
+            raise ValueError(
+                f"problem.spec.{name} must be a multiple of {unit} up to {MAX_HEAD_DIM}, got {size}"
+            )
+    band = getattr(spec.mask, "band", spec.mask)
+    check_type("problem.spec.mask", band, Band)
+    if band != Band.of(window):
+        raise ValueError(
+            f"problem.spec.mask must have the bounds that problem.window has, got {band} and "
+            f"{window}"
+        )
+    if schedule == SplitTiles.name and spec.has_user_functions:
+        raise ValueError(
+            "schedule 'split' cannot run scores or masks of your own: they leave no registers in "
+            "which parts of a tile could be merged"
+        )
+    if config is None:
+        return
+    config.validate(spec)
+    if gpu.num_sms < config.cluster:
+        raise ValueError(
+            f"config has clusters of {config.cluster} CTAs, which do not fit {gpu.num_sms} SMs"
+        )
+    if problem.qhead_per_kvhead % config.cluster_h:
+        raise ValueError(
+            f"config has cluster_h={config.cluster_h}, which must divide the "
+            f"{problem.qhead_per_kvhead} query heads of a key/value head"
+        )
+    if schedule and config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
+        raise ValueError(
+            f"schedule {schedule!r} must have a config with clusters of 1 CTA, got clusters of "
+            f"{config.cluster}"
+        )
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless a value is of a type; bools are no int."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
+
+
+def check_size(name: str, value: Any, least: int) -> None:
+    """Raise unless a value is an integer of at least `least`."""
+    check_type(name, value, int)
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {value}")
+
+
+# ------------------------------------------------------------------------------- the choice
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None
 

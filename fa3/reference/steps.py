@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from fa3.planning.decode import TILE_N, DecodePlan
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.routes import Signature
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.ragged_lengths import RaggedLengths

@@ -1,8 +1,8 @@
 """Recompute schedule: the second launch of a forward call, for marked rows.
 
 The first launch marks rows whose softmax failed, or which what other sequences hold may have
-reached (`RecomputeMask`); `fa3.planning.plan.Plan.recompute` plans the second, whose CTAs take the
-marked tiles (`RecomputeTiles`).
+reached (`RecomputeMask`); `fa3.planning.planner.Plan.recompute` plans the second, whose CTAs take
+the marked tiles (`RecomputeTiles`).
 """
 
 from dataclasses import dataclass

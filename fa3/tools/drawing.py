@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fa3.planning.explanation import counted, describe_problem, duration
-from fa3.planning.plan import Plan
+from fa3.planning.planner import Plan
 
 TILE_COLOURS = ("#d1495b", "#f4a259", "#e9d985", "#8ac48a", "#2a9d8f", "#1b5e82", "#0d2c54")
 SEAM = 0.1  # most of a tile's width that the seam to its neighbour takes

@@ -10,8 +10,7 @@ from fa3.planning.backward import BackwardPlan
 from fa3.planning.costs import Gpu, as_gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import NOT_PREDICTED, describe_plan
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.routes import (
     DECODE,
     PACKED,

@@ -7,7 +7,7 @@ from fa3.calls.execution import PreparedPlan
 from fa3.calls.prepare import Scales
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
-from fa3.planning.plan import Plan, check_plan
+from fa3.planning.planner import Plan, check_plan
 from fa3.planning.prediction import Cost, Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem

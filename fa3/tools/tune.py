@@ -12,8 +12,7 @@ from fa3.calls.tuned_plans import keep_plan, plans_path
 from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import describe_problem, duration
-from fa3.planning.plan import Plan
-from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
+from fa3.planning.planner import CHOICES, Plan, candidates, plan_dense, plan_forward
 from fa3.planning.tilings import configs
 from fa3.problem import Problem
 from fa3.running.compiler import is_on_disk
