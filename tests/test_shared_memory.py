@@ -11,7 +11,7 @@ from kvcache_problems import CacheProblem, make_call
 from reference import check_call
 
 import fa3
-from fa3.calls.overlap import Layout, overlaps_itself, share
+from fa3.calls.operands import Operand, overlaps_itself, share
 
 HEADS, DIM = 4, 64
 
@@ -186,7 +186,14 @@ NUM_DRAWN = 4000
 """Random layouts, or pairs of them: hypothesis would take most of a test's time to draw so many."""
 
 
-def layouts(count: int = NUM_DRAWN) -> Iterator[Layout]:
+BY_SIZE = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}
+
+
+def laid_out(shape: tuple, stride: tuple, itemsize: int) -> Operand:
+    return Operand(shape, stride, BY_SIZE[itemsize], torch.device("cpu"))
+
+
+def layouts(count: int = NUM_DRAWN) -> Iterator[Operand]:
     """Draw a few dimensions of any strides, and often nested ones with gaps."""
     draw = Random(0)
     for _ in range(count):
@@ -200,21 +207,21 @@ def layouts(count: int = NUM_DRAWN) -> Iterator[Layout]:
                 step = stride[-1] * max(size, 1)
             order = draw.sample(range(len(shape)), len(shape))
             shape, stride = [shape[i] for i in order], [stride[i] for i in order]
-        yield Layout(tuple(shape), tuple(stride), draw.choice((1, 2, 4)))
+        yield laid_out(tuple(shape), tuple(stride), draw.choice((1, 2, 4)))
 
 
-def places(layout: Layout) -> list[int]:
+def places(layout: Operand) -> list[int]:
     """Where each element begins, in bytes."""
     indices = itertools.product(*map(range, layout.shape))
     strides = layout.stride
     return [
-        layout.itemsize * sum(i * s for i, s in zip(index, strides, strict=True))
+        layout.dtype.itemsize * sum(i * s for i, s in zip(index, strides, strict=True))
         for index in indices
     ]
 
 
-def bytes_of(layout: Layout) -> set[int]:
-    return {place + byte for place in places(layout) for byte in range(layout.itemsize)}
+def bytes_of(layout: Operand) -> set[int]:
+    return {place + byte for place in places(layout) for byte in range(layout.dtype.itemsize)}
 
 
 def test_whatever_is_shared_is_found():
@@ -239,7 +246,7 @@ def test_views_of_one_buffer_are_told_apart():
         for _ in range(2):
             begin = [draw.randint(0, size - 1) for size in sizes]
             shape = [draw.randint(1, size - at) for size, at in zip(sizes, begin, strict=True)]
-            views.append(Layout(tuple(shape), tuple(strides), 2))
+            views.append(laid_out(tuple(shape), tuple(strides), 2))
             begins.append(2 * sum(i * s for i, s in zip(begin, strides, strict=True)))
         distance = begins[1] - begins[0]
         theirs = {byte + distance for byte in bytes_of(views[1])}
@@ -269,14 +276,14 @@ ROW = NUM_HEADS * HEAD_DIM
 )
 def test_slots_of_real_buffers_are_told_apart(distance, stride):
     """Of a size at which nothing could be counted element by element."""
-    cache = Layout((PAGES, PAGE, NUM_HEADS, HEAD_DIM), stride, 2)
+    cache = laid_out((PAGES, PAGE, NUM_HEADS, HEAD_DIM), stride, 2)
     assert not overlaps_itself(cache)
     assert not share(cache, cache, 2 * distance)
     assert share(cache, cache, 2 * (distance - 1)) and share(cache, cache, 2 * (distance + 1))
     # A page of another cache, as one that is appended to could be taken for.
     assert share(
         cache,
-        Layout((1, PAGE, NUM_HEADS, HEAD_DIM), (1, ROW, HEAD_DIM, 1), 2),
+        laid_out((1, PAGE, NUM_HEADS, HEAD_DIM), (1, ROW, HEAD_DIM, 1), 2),
         4 * PAGE * ROW,
     )
 
@@ -284,7 +291,7 @@ def test_slots_of_real_buffers_are_told_apart(distance, stride):
 def test_keys_and_values_of_other_sizes_share_an_allocation():
     """Pages that begin with the keys and end with the values."""
     key_dim, page = 192, PAGE * NUM_HEADS * (192 + 128)
-    keys = Layout((PAGES, PAGE, NUM_HEADS, key_dim), (page, NUM_HEADS * key_dim, key_dim, 1), 2)
-    values = Layout((PAGES, PAGE, NUM_HEADS, HEAD_DIM), (page, ROW, HEAD_DIM, 1), 2)
+    keys = laid_out((PAGES, PAGE, NUM_HEADS, key_dim), (page, NUM_HEADS * key_dim, key_dim, 1), 2)
+    values = laid_out((PAGES, PAGE, NUM_HEADS, HEAD_DIM), (page, ROW, HEAD_DIM, 1), 2)
     for wrong in (-1, 0, 1):
         assert share(keys, values, 2 * (PAGE * NUM_HEADS * key_dim + wrong)) == (wrong != 0)

@@ -18,7 +18,6 @@ from fa3.calls.eager import (
     check_undifferentiated,
     lies_nowhere,
 )
-from fa3.calls.overlap import Layout, overlaps_itself, share
 from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
@@ -41,9 +40,30 @@ class Operand(NamedTuple):
     device: torch.device
 
     @property
-    def layout(self) -> Layout:
-        """Where the elements lie, from the first on."""
-        return Layout(self.shape, self.stride, self.dtype.itemsize)
+    def steps(self) -> list[tuple[int, int]]:
+        """(stride, size) of the dimensions that lead anywhere, the shortest stride first."""
+        sizes = zip(self.stride, self.shape, strict=True)
+        return sorted((stride, size) for stride, size in sizes if size > 1)
+
+    @property
+    def bytes(self) -> int:
+        """From the first byte of a tensor to its last."""
+        return 0 if 0 in self.shape else self.within(math.inf)
+
+    def within(self, step: float) -> int:
+        """Bytes of what lies within steps of so many bytes, if all longer strides are multiples of
+        it; else more than a step."""
+        itemsize, inner = self.dtype.itemsize, 0
+        for stride, size in self.steps:
+            if stride * itemsize < step:
+                inner += stride * (size - 1)
+            elif stride * itemsize % step:
+                return int(step) + 1
+        return itemsize * (1 + inner)
+
+    def with_rows(self, rows: int) -> "Operand":
+        """The same with so many rows."""
+        return self._replace(shape=(rows, *self.shape[1:]))
 
     # Checks of a tensor with this name in error messages.
 
@@ -134,7 +154,7 @@ class Operand(NamedTuple):
 
     def check_no_overlap(self, name: str) -> None:
         """Raise if elements of a tensor that is written share their memory."""
-        if overlaps_itself(self.layout):
+        if overlaps_itself(self):
             raise ValueError(
                 f"{name} must not overlap itself when it is written, got shape "
                 f"{tuple(self.shape)} with strides {self.stride}"
@@ -210,6 +230,37 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+# ------------------------------------------------------------------------------- shared memory
+
+
+def overlaps_itself(operand: Operand) -> bool:
+    """Whether a tensor may have elements in the same place."""
+    extent = 1
+    for stride, size in operand.steps:
+        if stride < extent:
+            return 0 not in operand.shape
+        extent += stride * (size - 1)
+    return False
+
+
+# A call's buffers lie the same way again and again.
+@functools.lru_cache(maxsize=REMEMBERED)
+def share(first: Operand, second: Operand, distance: int) -> bool:
+    """Whether two tensors may share a byte; `second` begins `distance` bytes after `first`.
+
+    Byte ranges that do not meet share nothing. Where they meet, both tensors may step through one
+    buffer together, as two caches do or the K and V of one allocation: then what lies within a step
+    is compared. Anything else counts as shared.
+    """
+    if not -second.bytes < distance < first.bytes:
+        return False
+    strides = {stride * one.dtype.itemsize for one in (first, second) for stride, _ in one.steps}
+    return not any(
+        first.within(step) <= distance % step <= step - second.within(step)
+        for step in strides - {0}
+    )
+
+
 CheckOfAddresses = Callable[..., None]  # takes numbers of rows, and the tensors' addresses
 
 MOST_REMEMBERED = 128  # addresses that a check remembers: a layer has the same ones in every step
@@ -232,18 +283,15 @@ def check_of_addresses(
         growing_names: names of those with another number of rows in each call, by this number.
     """
     present = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
-    named, layouts = list(present), [one.layout for one in present.values()]
+    named, placed = list(present), list(present.values())
     places = [named.index(name) for name in written if name in present]
     pairs = [
-        (i, j)
-        for n, i in enumerate(places)
-        for j in range(len(layouts))
-        if j not in places[: n + 1]
+        (i, j) for n, i in enumerate(places) for j in range(len(placed)) if j not in places[: n + 1]
     ]
-    sizes = [layout.bytes for layout in layouts]
+    sizes = [layout.bytes for layout in placed]
     # Of these: which number of rows it is, bytes from row to row, and bytes of a row.
     growing = {
-        i: (side, layouts[i].stride[0] * layouts[i].itemsize, layouts[i].row.bytes)
+        i: (side, placed[i].stride[0] * placed[i].dtype.itemsize, placed[i].with_rows(1).bytes)
         for side, growing_name in enumerate(growing_names)
         for i, name in enumerate(named)
         if name in growing_name
@@ -260,8 +308,8 @@ def check_of_addresses(
             # Most do not even come near each other.
             if -lengths[j] < distance < lengths[i]:
                 one, other = (
-                    layouts[place].with_rows(rows[growing[place][0]])
-                    if place in growing else layouts[place]
+                    placed[place].with_rows(rows[growing[place][0]])
+                    if place in growing else placed[place]
                     for place in (i, j)
                 )  # fmt: skip
                 if share(one, other, distance):

@@ -26,7 +26,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import torch
 
@@ -82,7 +82,7 @@ from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.walker import PackedLengths
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
-from fa3.scores.templates import types_of
+from fa3.scores.templates import Template, TensorType, types_of
 
 Parameters = ParamSpec("Parameters")  # the arguments of a public function
 
@@ -197,17 +197,9 @@ def as_call(arguments: dict[str, Any]) -> dict[str, Any]:
 # process: one that loads an exported program has to name the same objects first, see `name_of`.
 
 
-class Form(NamedTuple):
-    """An object without its tensors."""
-
-    kind: type
-    constants: tuple[tuple[str, Hashable], ...]  # names and values of its plain fields
-    constant_types: tuple[object, ...]  # their types, since 1, 1.0 and True are equal
-    tensors: tuple[str, ...]  # names of its tensor fields
-
-
-NAMES: dict[Form, str] = {}
-FORMS: dict[str, Form] = {}
+NAMES: dict[Template, str] = {}
+TEMPLATES: dict[str, Template] = {}
+"""By their names; of tensor fields they have only the names."""
 NAMING = threading.Lock()
 
 
@@ -241,16 +233,17 @@ def name_of(kind: type, constants: tuple[tuple[str, Hashable], ...], tensors: tu
     """The name of objects with these plain fields, always the same.
     It is the class's, with a number if the class has objects of other fields. So a process that
     asks for the names in the same order gets the same ones."""
-    form = Form(kind, constants, tuple(types_of(value) for _, value in constants), tensors)
+    fields = tuple(TensorType(tensor, "", 0) for tensor in tensors)
+    template = Template(kind, constants, tuple(types_of(v) for _, v in constants), fields)
     with NAMING:
-        name = NAMES.get(form)
+        name = NAMES.get(template)
         if name is None:
             name = base = f"{kind.__module__}.{kind.__qualname__}"
             count = 1
-            while name in FORMS:
+            while name in TEMPLATES:
                 count += 1
                 name = f"{base}#{count}"
-            NAMES[form], FORMS[name] = name, form
+            NAMES[template], TEMPLATES[name] = name, template
     return name
 
 
@@ -263,17 +256,12 @@ def unflatten_function(name: str | None, tensors: Sequence[torch.Tensor]) -> Sco
     """The object with this name and these tensors."""
     if name is None:
         return None
-    if name not in FORMS:
+    if name not in TEMPLATES:
         raise ValueError(
             f"{name} is not known here: the graph was traced in another process; trace a call with "
             "such a score or mask first"
         )
-    form = FORMS[name]
-    function = object.__new__(form.kind)
-    # Past the class's own checks: the user's object has passed them.
-    for field, value in (*form.constants, *zip(form.tensors, tensors, strict=True)):
-        object.__setattr__(function, field, value)
-    return function
+    return cast(Score | Mask, TEMPLATES[name].bind(iter(tensors)))
 
 
 # -------------------------------------------------------------------------------------- fakes
