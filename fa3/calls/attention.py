@@ -100,8 +100,8 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
             up to 256. Any strides that are multiples of 16 bytes with a contiguous last dimension.
-            Or float8_e4m3fn, without gradients: then head sizes are multiples of 32, k and v are
-            of the same dtype, and the output is bfloat16 or, with such an `out`, float16.
+            Or float8_e4m3fn, without gradients: then head sizes are multiples of 32, and k and v
+            are of the same dtype. The output is then bfloat16 or, with such an `out`, float16.
         k: (batch, seqlen_k, heads_kv, head_dim), like q.
         v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
@@ -152,11 +152,11 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device, a score or mask does
-            not compile, or a tensor requires grad that would get none.
-        NotImplementedError: the combination is not supported, a gradient is wanted that does not
-            exist (through a `score`, a second one), a tensor has no memory, or a
-            transform of torch.func or torch.jit.trace is active.
+        ValueError: an argument has a wrong value, shape, layout or device; a score or mask does
+            not compile; a tensor requires grad that would get none.
+        NotImplementedError: the combination is not supported; a gradient is wanted that does not
+            exist (through a `score`, a second one); a tensor has no memory; a transform of
+            torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -217,8 +217,8 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
-    Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and out, and the rows
-    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v. If seqused_q or seqused_k is given, only the
+    Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and out. Of k and v it has
+    the rows cu_seqlens_k[b] to cu_seqlens_k[b + 1]. If seqused_q or seqused_k is given, only the
     first seqused_q[b] or seqused_k[b] of them count. Rows that are not used may hold anything, NaN
     included; they get the gradient 0. All else is inside of a sequence as in a batch of
     `flash_attn_func`, where lengths count used rows.
@@ -253,11 +253,11 @@ def flash_attn_varlen_func(
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
             With page_table None or True. Anything if query heads share no key/value head.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
-            (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
-            says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
-            calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
-            finds there. All keys that window_size leaves may be read, also those that a mask of
-            your own hides. dropout_p is not supported.
+            (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size. seqused_k
+            says how many keys each sequence has there; cu_seqlens_k must be None. The call is
+            `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it finds there. All keys
+            that window_size leaves may be read, also those that a mask of your own hides. dropout_p
+            is not supported.
         scheduler_metadata: how to run, from `get_scheduler_metadata` with cu_seqlens_q; whatever
             the lengths are.
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
@@ -374,8 +374,8 @@ def flash_attn_with_kvcache(
     uses their last row. A sequence whose row, pages or part of k do not exist gets an undefined
     result. Pages and keys that no sequence uses never reach the result, whatever they hold.
 
-    With FA3_ASSERTIONS=1 in the environment when fa3 is imported, tensors on the GPU are read back
-    and checked like tensors on the CPU, before any launch, as in `flash_attn_varlen_func`.
+    With FA3_ASSERTIONS=1 in the environment when fa3 is imported, tensors on the GPU are checked
+    like tensors on the CPU. They are read back before any launch, as in `flash_attn_varlen_func`.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16, as in `flash_attn_func`; with

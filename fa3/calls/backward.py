@@ -2,8 +2,8 @@
 
 On a GPU two kernels run, both launched by one entry: the preprocess kernel and the backward kernel.
 For packed sequences a kernel before them makes the table of key tiles from the lengths, which the
-host never reads. On the CPU `fa3.reference.backward` computes the same. What autograd keeps until
-then are the tensors of the call, its output, its log-sum-exp and the seed of its dropout, no matrix
+host never reads. On the CPU `fa3.reference.backward` computes the same. Until then autograd keeps
+the tensors of the call, its output, its log-sum-exp and the seed of its dropout. It keeps no matrix
 of queries by keys: P is computed again from them.
 """
 

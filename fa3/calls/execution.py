@@ -10,7 +10,7 @@ queries, `fa3.planning.routes` decides which kernels serve a call. The forward k
 of tiles, which a kernel before it makes from the lengths; tiles may be split. A kernel more
 recomputes rows whose fixed reference failed, or, where sequences share tiles, rows that are not
 finite. Sequences with few queries may be the decode kernel's, which then overlaps the forward
-kernel. All that depends on lengths is in tensors that each call allocates, so calls in several
+kernel. All that depends on lengths is in tensors that each call allocates. So calls in several
 threads, on several streams and in captured graphs share nothing that is written.
 """
 

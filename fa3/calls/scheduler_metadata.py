@@ -147,10 +147,10 @@ def get_scheduler_metadata(
     """Decide how calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func` are run; made once,
     for all layers.
 
-    A call checks that it is what this was made for. Without cu_seqlens_q, where num_splits is 0 and
-    cache_seqlens is on the CPU, finds out whether whole tiles keep the SMs as busy as tiles that
-    are cut and merged. If so, the calls run without workspace and merge. If lengths have changed by
-    the time of a call, that can cost time, but never changes the result.
+    A call checks that it is what this was made for. Finds out whether whole tiles keep the SMs as
+    busy as tiles that are cut and merged: without cu_seqlens_q, where num_splits is 0 and
+    cache_seqlens is on the CPU. If so, the calls run without workspace and merge. If lengths have
+    changed by the time of a call, that can cost time, but never changes the result.
 
     With cu_seqlens_q, for packed queries, it holds what calls have in common whatever their lengths
     are: the kernels read lengths on the GPU. Lengths on the CPU are checked, and with

@@ -20,9 +20,9 @@ Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have 
 Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |  (the other warpgroup's turn)
     this group     |     waits      | softmax of S: row max, P[n-1], row sum | 16-bit P | ...
-    A ring of named barriers hands the tensor cores from one warpgroup to the next, so that one
-    group's softmax runs under another's WGMMA (ping-pong), and within a group the softmax of
-    block n - 1 runs under the P V of block n.
+    A ring of named barriers hands the tensor cores from one warpgroup to the next. So one group's
+    softmax runs under another's WGMMA (ping-pong). Within a group the softmax of block n - 1 runs
+    under the P V of block n.
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """

@@ -49,10 +49,10 @@ from fa3.scores.masks import Band, Sequence
 
 SORTERS = 1024
 MORE_BESIDE, MOST_BESIDE = 1.5, 0.4
-"""How much more than its share the decode kernel gets of the CTAs, and the largest part of them for
-which it has only a part. Measured on an H200 on 2026-11-22: a step of seven chunks of 512 with 64
-sequences that decode took 952-974 us with 1.5, 947-967 with 2 and 984-990 one after the other; of
-one chunk with 64 x 8k 618 us with 0.68 of the CTAs, some 545 one after the other."""
+"""How much more than its share of the CTAs the decode kernel gets, and the most of them where it
+has only a part. Measured on an H200 on 2026-11-22: a step of seven chunks of 512 with 64 sequences
+that decode took 952-974 us with 1.5, 947-967 with 2 and 984-990 one after the other; of one chunk
+with 64 x 8k 618 us with 0.68 of the CTAs, some 545 one after the other."""
 
 DECODE_TILE_N = 64  # keys of a block of the decode kernel
 BLOCKS_OF_ENDS = 1.5  # blocks that take as long as the begin and the end of a tile

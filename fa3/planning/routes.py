@@ -5,11 +5,11 @@
 the `RULES` for a kind of calls the first one that holds counts; docs/kernels.md has them as tables.
 
 A tile of the forward kernel has 128 queries of one head. A tile of the decode kernel has 64 rows of
-all heads that share keys, and the decode kernel splits the keys so that all SMs read equally many.
-A sequence with few queries is therefore the decode kernel's. Lengths are known on the GPU only, so
-both kernels are launched at the same time, and each leaves out the sequences of the other: the
-decode kernel those with more than `Route.most_queries` (`fa3.schedules.sequences.Cached`), the tile
-table the rest (`fa3.kernels.tile_table`). The table says how many CTAs the decode kernel gets.
+all heads that share keys. It splits the keys so that all SMs read equally many. A sequence with few
+queries is therefore the decode kernel's. Lengths are known on the GPU only, so both kernels are
+launched at the same time, and each leaves out the sequences of the other: the decode kernel those
+with more than `Route.most_queries` (`fa3.schedules.sequences.Cached`), the tile table the rest
+(`fa3.kernels.tile_table`). The table says how many CTAs the decode kernel gets.
 """
 
 from collections.abc import Callable
@@ -70,15 +70,15 @@ take the forward kernel no longer than the launch of another one. Also the keys 
 have room for where the GPU splits tiles: of fewer that does not pay."""
 
 IDLE_SHARE = 0.5
-"""Share of the SMs that have a tile of the forward kernel, up to which the others count as idle
+"""Up to this share of SMs with a tile of the forward kernel, the others count as idle. It holds
 where the forward kernel cannot split tiles, or tiles are half empty. The decode kernel takes 1.6
 times as long for a query and a key, but splits the keys."""
 
 MOST_SPLIT_ROUNDS, FEWEST_KEYS_OF_ROUNDS = 2, 1 << 14
-"""Full tiles for each SM of a call on a cache, up to which the GPU may split tiles, and the keys
-that a sequence must have room for if there is more than one. Others take whole tiles as CTAs become
-free: 1024 queries on 4k keys with 31 sequences of 2k 186 us on an H100, 193 where the GPU splits;
-1024 on 32k with 31 of 4k 1015, and 787 where it does."""
+"""Calls on a cache: full tiles for each SM up to which the GPU may split tiles. With more than one,
+a sequence must have room for so many keys. Others take whole tiles as CTAs become free: 1024
+queries on 4k keys with 31 sequences of 2k 186 us on an H100, 193 where the GPU splits; 1024 on 32k
+with 31 of 4k 1015, and 787 where it does."""
 
 PACKED_SHARE = 0.4
 """Share of L2's bytes for K and V of a head group of packed sequences without a mask. There no

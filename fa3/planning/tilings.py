@@ -171,8 +171,8 @@ TILINGS = (
     Tiling(256, 256, None, math.inf, ForwardConfig(128, 32), functions=True),
 )
 """The best configs measured on an H200 on 2026-11-21, bf16, steady load, 16k tokens; figures in
-docs/experiments.md. The first row that fits and allows the problem's queries is taken, unless the
-cost model has measured times of another row that fits and predicts it to be faster. Rows for head
+docs/experiments.md. The first row that fits and allows the problem's queries is taken. Another row
+that fits replaces it if its times were measured and it is predicted to be faster. Rows for head
 sizes that differ were measured on 2026-11-22 at 4 x 4k with 8 heads; 128 x 48 is what fits above.
 
 Causal heads of 128 that share keys run in pairs: over the committed records no other plan is faster

@@ -5,7 +5,7 @@ part, O and log-sum-exps over some key blocks. All but the last CTA write their 
 memory; the last adds them to its own and writes the tile's rows of O.
 
 Each warp merges its own 16 rows. The warps that hold the same rows of a tile's parts share one
-counter, from which each takes a number when its part is nearly done. The warp with the last number
+counter. Each takes a number from it when its part is nearly done. The warp with the last number
 keeps its part in registers and waits for the other parts; the others wait for no warp, so there is
 no deadlock. Parts are added in slot order, so the result's bits do not depend on which is last.
 """

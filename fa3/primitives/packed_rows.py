@@ -1,8 +1,8 @@
 """Packed GQA: tiles of all query heads of a key/value head.
 
 The decode kernel loads Q, stores O and merges parts through this module. Row r of a key/value head
-is query position r // heads and query head r % heads of its group, with `heads` query heads in a
-group. A `Workspace` has parts of tiles and their records; `Sums` adds up parts of a row.
+is query position r // heads and query head r % heads of its group. A group has `heads` query heads.
+A `Workspace` has parts of tiles and their records; `Sums` adds up parts of a row.
 """
 
 from dataclasses import dataclass

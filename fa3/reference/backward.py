@@ -1,10 +1,10 @@
 """Gradients of attention in torch, key tile by key tile.
 
 K and V of a tile stay, and the query blocks that see it pass by, of all query heads that share
-the tile. So dK and dV of a tile are summed in one place, and dQ of a row tile by tile in the
-order of the keys. P comes again from Q K^T and the log-sum-exp that the forward pass left. Sums
-are in fp32; P and dS are rounded to the input dtype before they are multiplied. The order is
-fixed, so the same call gives the same bits.
+the tile. So dK and dV of a tile are summed in one place. dQ of a row is summed tile by tile in the
+order of the keys. P comes again from Q K^T and the log-sum-exp that the forward pass left. Sums are
+in fp32; P and dS are rounded to the input dtype before they are multiplied. The order is fixed, so
+the same call gives the same bits.
 
 Source: Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2; Dao et al.,
 FlashAttention (arXiv 2205.14135), algorithm 4.

@@ -1,11 +1,11 @@
 """Segments of plans as steps for the walker.
 
 Same plan, same tiles in the same order, same key blocks as on a GPU. What differs from
-`fa3.kernels` is what happens at once: there, the CTAs of a GPU work at the same time, a tile's rows
-are spread over warpgroups that skip blocks which none of their rows sees, and P V of one block
-overlaps Q K^T of the next. Here the row max is always online, so no tile is recomputed. A packed
-sequence runs through the plan that it would get as a batch of one, where on a GPU short ones may
-share tiles. The walker merges the parts of a tile in the order of its keys, as combine does.
+`fa3.kernels` is what happens at once: there, CTAs work at the same time, and P V of one block
+overlaps Q K^T of the next. A tile's rows are spread over warpgroups, which skip blocks that none of
+their rows sees. Here the row max is always online, so no tile is recomputed. A packed sequence runs
+through the plan that it would get as a batch of one, where on a GPU short ones may share tiles. The
+walker merges the parts of a tile in the order of its keys, as combine does.
 
     for step in steps(plan):  # watch the walk
         print(step)

@@ -12,8 +12,8 @@ together, as in `TileOrder`: a head group has all row blocks of its heads. The c
 group a section.
 
 The backward kernel walks a table of key tiles (`RaggedKeyTiles`), once for each head group,
-sequence by sequence. So it can preprocess the queries of later head groups, convert dQ of earlier
-ones (`fa3.schedules.query_index`), and Q, dO and dQ of a sequence's heads fit in L2 together.
+sequence by sequence. So it can preprocess the queries of later head groups, and convert dQ of
+earlier ones (`fa3.schedules.query_index`). Q, dO and dQ of a sequence's heads fit in L2 together.
 """
 
 from collections import namedtuple

@@ -2,12 +2,11 @@
 
 `fa3.kernels.segment_table` cuts by them on the GPU. All tiles are laid end to end. Where a stretch
 ends inside of a tile, the tile is cut; a cut that would leave a short part moves to the tile's
-nearer end. So there are fewer cuts than CTAs, whatever the lengths are, and a tile's cuts depend on
-nothing but the work of all tiles before it, and of all. CTAs that begin later have shorter
-stretches than the others. Where stretches are longer than a tile, CTAs have whole tiles first, in
-rounds: CTAs that begin tiles of a head together read its keys together, so that L2 serves them.
-All of it is plain arithmetic: the same code runs on Python ints (tests) and on Int32 values inside
-a kernel.
+nearer end. So there are fewer cuts than CTAs, whatever the lengths are. A tile's cuts depend on the
+work of all tiles before it, and of all tiles, alone. CTAs that begin later have shorter stretches
+than the others. Where stretches are longer than a tile, CTAs have whole tiles first, in rounds:
+CTAs that begin tiles of a head together read its keys together, so that L2 serves them. All of it
+is plain arithmetic: the same code runs on Python ints (tests) and on Int32 values inside a kernel.
 """
 
 from typing import NamedTuple

@@ -129,9 +129,9 @@ def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
     """Return each tile's cluster, so that all end about together.
 
     Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
-    late, the first ones are assigned in whole rounds, a round's longest tile to the cluster with
-    the least work: clusters stay within about the longest tile of each other. The last tiles even
-    this out: greedily in their order, or longest-first if that order ends too late.
+    late, the first ones are assigned in whole rounds. A round's longest tile goes to the cluster
+    with the least work: clusters stay within about the longest tile of each other. The last tiles
+    even this out: greedily in their order, or longest-first if that order ends too late.
     """
     ticks = in_ticks(times)
     free_at = np.zeros(num_clusters, np.int64)

@@ -1,7 +1,7 @@
 """Compiles kernels in other processes, into the cache on disk.
 
-A program of its own imports the compiler, since a fork of this process would inherit CUDA's state,
-and what `multiprocessing` spawns would run the caller's script again. It gets all kernels pickled
+A program of its own imports the compiler. A fork of this process would inherit CUDA's state, and
+what `multiprocessing` spawns would run the caller's script again. It gets all kernels pickled
 through its standard input, and forks for each of them: so a kernel of which the compiler dies takes
 no other with it. What is printed meanwhile goes to the standard error."""
 

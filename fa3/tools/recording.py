@@ -21,8 +21,8 @@ NS_PER_US = 1000
 def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline:
     """Run a plan's instrumented kernel on random tensors; return its timeline.
 
-    The kernel notes when each warpgroup turns to a unit of work, a tile or a part of one, and
-    when its output is on its way. It is compiled on first use, like the kernel that ships.
+    The kernel notes when each warpgroup turns to a unit of work, and when its output is on its way.
+    A unit is a tile or a part of one. It is compiled on first use, like the kernel that ships.
 
     Args:
         plan: how to run, from `fa3.plan_forward` for the GPU at hand.

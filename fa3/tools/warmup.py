@@ -1,8 +1,8 @@
 """`warmup`: compile all kernels that a model can need, in parallel.
 
-Which kernels these are is asked of the planner, over a grid of batch sizes and lengths, and of the
-plans of packed sequences and of decoding. Several processes compile them; they meet in the cache on
-disk. No GPU is needed.
+The planner says which kernels these are, over a grid of batch sizes and lengths. So do the plans of
+packed sequences and of decoding. Several processes compile them; they meet in the cache on disk. No
+GPU is needed.
 """
 
 import argparse
