@@ -14,10 +14,9 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple, cast
+from typing import cast
 
 import cutlass
 import cutlass.cute as cute
@@ -46,38 +45,6 @@ TOLERANCE = 1e-3
 PATIENCE = 60  # seconds that the method may take on the host
 
 
-class Positions(NamedTuple):
-    """All positions of a call, where the two versions are compared."""
-
-    sizes: tuple[int, ...]  # batch, heads, seqlen_q and seqlen_k
-    places: torch.Tensor  # (4, n), int32: the positions, batch first
-    logits: torch.Tensor  # (n,), float32, drawn
-
-    @classmethod
-    def of(cls, *sizes: int) -> "Positions":
-        """Draw a logit for each position; ValueError if there are too many."""
-        if math.prod(sizes) > MOST_POSITIONS:
-            raise ValueError(
-                "batch, heads, seqlen_q and seqlen_k must have a product of at most "
-                f"{MOST_POSITIONS}, got {sizes}: check smaller sizes"
-            )
-        places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.int32) for size in sizes))
-        generator = torch.Generator().manual_seed(0)
-        return cls(sizes, places.T.contiguous(), 4 * torch.randn(len(places), generator=generator))
-
-    @property
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """Every sequence with every head, in the order of the places."""
-        batch, heads, _, _ = self.sizes
-        return product(range(batch), range(heads))
-
-    def at(self, number: int) -> str:
-        """Return a position in words."""
-        batch, head, query, key = self.places[:, number].tolist()
-        _, _, seqlen_q, seqlen_k = self.sizes
-        return f"batch {batch}, head {head}, query {query} of {seqlen_q}, key {key} of {seqlen_k}"
-
-
 @dataclass(frozen=True)
 class OnHost:
     """A host function that calls the user's method at every position."""
@@ -95,7 +62,7 @@ class OnHost:
     def __call__(
         self,
         tensors: tuple | None,
-        places: cute.Tensor,
+        heads: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
         logits: cute.Tensor,
@@ -104,8 +71,8 @@ class OnHost:
         """Write new logits, or 1 and 0 of a mask, to `results`."""
         scores, mask, _ = bind(self.spec, tensors)
         for i in cutlass.range(cute.size(results)):
-            batch, head, query, key = (places[j, i] for j in range(4))
-            at = Position(batch, head, query, key, seqlen_q, seqlen_k)
+            query, row = i // seqlen_k % seqlen_q, i // seqlen_k // seqlen_q
+            at = Position(row // heads, row % heads, query, i % seqlen_k, seqlen_q, seqlen_k)
             if cutlass.const_expr(len(scores) > 0):
                 results[i] = Float32(scores[0].score(logits[i], at))
             else:
@@ -143,7 +110,13 @@ def check(
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     named = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    positions = Positions.of(*(integer(name, size, 1) for name, size in named.items()))
+    sizes = tuple(integer(name, size, 1) for name, size in named.items())
+    if math.prod(sizes) > MOST_POSITIONS:
+        raise ValueError(
+            f"{', '.join(named)} must have a product of at most {MOST_POSITIONS}, got {sizes}: "
+            "check smaller sizes"
+        )
+    logits = 4 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
     if not isinstance(function, Score | Mask):
         raise TypeError(f"function must be a fa3.Score or a fa3.Mask, got {shown(function)}")
     on_host = [cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function)]
@@ -154,41 +127,39 @@ def check(
     problem = Problem.of(q, k, k, score=score, mask=mask)
     load_kernel(plan_forward(problem, H200).kernel())
     # The reference goes first: an index that it refuses would be read out of bounds.
-    expected = by_reference(function, positions)
+    expected = by_reference(function, logits)
     name = f"{type(function).__name__}.{'visible' if score is None else 'score'}"
-    result = by_method(problem.spec, on_host, positions)
+    result = by_method(problem.spec, on_host, logits)
     if result is not None:
-        compare_versions(name, result, expected, positions)
+        compare_versions(name, result, expected, logits)
     if mask is not None:
-        check_ranges(problem.spec, on_host, expected, positions)
-    agrees = f"agrees with reference at all {len(expected):,} positions"
+        check_ranges(problem.spec, on_host, expected.bool())
+    agrees = f"agrees with reference at all {expected.numel():,} positions"
     if result is None:
         agrees = "was not compared with reference: it has instructions of GPUs only"
     return f"{name} compiles for {ARCH} at head_dim {head_dim} and {agrees}"
 
 
-def by_reference(function: Score | Mask, positions: Positions) -> torch.Tensor:
+def by_reference(function: Score | Mask, logits: torch.Tensor) -> torch.Tensor:
     """Return `reference` at all positions: new logits, or 1 and 0."""
-    shape = seqlen_q, seqlen_k = positions.sizes[2:]
+    batch, heads, seqlen_q, seqlen_k = logits.shape
     query, key = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    logits = positions.logits.view(-1, *shape)
-    parts = []
-    for (batch, head), block in zip(positions.pairs, logits, strict=True):
-        at = Position(batch, head, query, key, *shape)
+    results = torch.empty_like(logits)
+    for pair in product(range(batch), range(heads)):
+        at = Position(*pair, query, key, seqlen_q, seqlen_k)
         if isinstance(function, Score):
-            parts.append(changed(function, block, at).flatten())
+            results[pair] = changed(function, logits[pair], at)
         else:
-            parts.append(lets_through(function, at, shape).flatten())
-    return torch.cat(parts).float()
+            results[pair] = lets_through(function, at, (seqlen_q, seqlen_k))
+    return results
 
 
-def by_method(spec: AttentionSpec, tensors: list, positions: Positions) -> torch.Tensor | None:
+def by_method(spec: AttentionSpec, tensors: list, logits: torch.Tensor) -> torch.Tensor | None:
     """Return the method at all positions, as `by_reference`; None if it runs on GPUs only.
     Raises ValueError if it does not end, or reads where there is no memory."""
-    result = torch.frombuffer(mmap.mmap(-1, 4 * positions.logits.numel()), dtype=torch.float32)
-    places, logits, shared = map(from_dlpack, (positions.places, positions.logits, result))
-    arguments = tuple(map(from_dlpack, tensors)) or None, places, *positions.sizes[2:]
-    function = OnHost(spec, (*arguments, logits, shared))
+    result = torch.frombuffer(mmap.mmap(-1, 4 * logits.numel()), dtype=torch.float32)
+    operands = tuple(map(from_dlpack, tensors)) or None, *logits.shape[1:]
+    function = OnHost(spec, (*operands, *map(from_dlpack, (logits.flatten(), result))))
     with tempfile.TemporaryFile() as log:
         status = exit_status(function, log.fileno())
         log.seek(0)
@@ -197,7 +168,7 @@ def by_method(spec: AttentionSpec, tensors: list, positions: Positions) -> torch
         raise ValueError("the method reads outside of its tensors where reference does not")
     if status not in (0, -signal.SIGABRT):
         raise RuntimeError(f"the method does not run on the host (status {status}): {reason}")
-    return None if status else result
+    return None if status else result.view(logits.shape)
 
 
 def exit_status(function: OnHost, log: int) -> int | None:
@@ -227,46 +198,42 @@ def run_logged(function: OnHost, log: int) -> None:
 
 
 def compare_versions(
-    name: str, result: torch.Tensor, expected: torch.Tensor, positions: Positions
+    name: str, result: torch.Tensor, expected: torch.Tensor, logits: torch.Tensor
 ) -> None:
     """Raise ValueError where the two versions of a method differ."""
     differs = ~result.isclose(expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     if not differs.any():
         return
     kind, method = name.split(".")
-    first = int(differs.nonzero()[0])
-    one, other = float(result[first]), float(expected[first])
+    batch, head, query, key = first = tuple(differs.nonzero()[0].tolist())
+    logit, one, other = (float(x[first]) for x in (logits, result, expected))
     values = f"{method} says {bool(one)}, reference {bool(other)}"
     if method == "score":
-        logit = float(positions.logits[first])
         values = f"of the logit {logit:.6g} score gives {one:.6g}, reference {other:.6g}"
     raise ValueError(
-        f"{name} and {kind}.reference differ at {int(differs.sum()):,} of {len(result):,} "
-        f"positions, first at {positions.at(first)}: {values}"
+        f"{name} and {kind}.reference differ at {int(differs.sum()):,} of {result.numel():,} "
+        f"positions, first at batch {batch}, head {head}, query {query} of {logits.shape[2]}, "
+        f"key {key} of {logits.shape[3]}: {values}"
     )
 
 
-def check_ranges(
-    spec: AttentionSpec, tensors: list, seen: torch.Tensor, positions: Positions
-) -> None:
+def check_ranges(spec: AttentionSpec, tensors: list, seen: torch.Tensor) -> None:
     """Raise ValueError if a mask's ranges disagree with `reference`."""
     _, mask, _ = bind(spec, map(HostTensor, tensors))
-    function, lengths = mask.function, positions.sizes[2:]
-    keys = torch.arange(lengths[1])
-    for pair, rows_of_head in zip(positions.pairs, seen.bool().view(-1, *lengths), strict=True):
-        for first_row, tile in zip(
-            range(0, lengths[0], ROWS_OF_TILE), rows_of_head.split(ROWS_OF_TILE), strict=True
+    function, (batch, heads, seqlen_q, seqlen_k) = mask.function, seen.shape
+    keys, first_rows = torch.arange(seqlen_k), range(0, seqlen_q, ROWS_OF_TILE)
+    for entry, head, row in product(range(batch), range(heads), first_rows):
+        tile = seen[entry, head, row : row + ROWS_OF_TILE]
+        rows = Rows(entry, head, row, row + len(tile) - 1, seqlen_q, seqlen_k)
+        with errors_of("mask", function, "key_range or open_range"):
+            begin, end = map(as_integer, function.key_range(rows))
+            first, last = map(as_integer, function.open_range(rows))
+        outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))
+        hidden = ~tile.all(dim=0) & (keys >= first) & (keys < last)
+        for wrong, what in (
+            (outside, f"key_range gives ({begin}, {end}), but a query sees"),
+            (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
         ):
-            rows = Rows(*pair, first_row, first_row + len(tile) - 1, *lengths)
-            with errors_of("mask", function, "key_range or open_range"):
-                begin, end = map(as_integer, function.key_range(rows))
-                first, last = map(as_integer, function.open_range(rows))
-            outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))
-            hidden = ~tile.all(dim=0) & (keys >= first) & (keys < last)
-            for wrong, what in (
-                (outside, f"key_range gives ({begin}, {end}), but a query sees"),
-                (hidden, f"open_range gives ({first}, {last}), but a query does not see"),
-            ):
-                if wrong.any():
-                    key = int(wrong.nonzero()[0])
-                    raise ValueError(f"{type(function).__name__}.{what} key {key} for {rows}")
+            if wrong.any():
+                key = int(wrong.nonzero()[0])
+                raise ValueError(f"{type(function).__name__}.{what} key {key} for {rows}")
