@@ -37,8 +37,7 @@ from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, Til
 from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RaggedTiles
-from fa3.scores.intervals import Intervals
-from fa3.scores.masks import Band, Intersection, Mask
+from fa3.scores.masks import Band, Intersection, Intervals, Mask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 

@@ -43,7 +43,7 @@ from fa3.running.graphs import Table, capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
-from fa3.scores.intervals import ROW_RECORD
+from fa3.scores.masks import ROW_RECORD
 
 
 class Prepared(NamedTuple):

@@ -2,7 +2,7 @@
 
 `fa3.calls.execution` launches it before the forward kernel that walks `MultiSequenceTiles`. It
 reads the lengths from device memory, so that the host need not wait for them, and writes three
-tables: the `RowRecord` of each row, which the mask reads (`fa3.scores.intervals`), the
+tables: the `RowRecord` of each row, which the mask reads (`fa3.scores.masks`), the
 `MultiSequenceRecord` of each tile, and a `TileRecord` of each sequence, for rows that are computed
 again.
 
@@ -30,8 +30,7 @@ from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
 from fa3.schedules.joined import HALVES, MultiSequenceRecord, keys_seen
 from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
-from fa3.scores.intervals import NO_SEQUENCE, ROW_RECORD, RowRecord
-from fa3.scores.masks import Band, Sequence
+from fa3.scores.masks import NO_SEQUENCE, ROW_RECORD, Band, RowRecord, Sequence
 
 WARPS_OF_HALF = ROWS // WARP
 

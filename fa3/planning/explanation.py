@@ -23,7 +23,7 @@ from fa3.planning.prediction import Prediction
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
-from fa3.scores.intervals import Intervals
+from fa3.scores.masks import Intervals
 from fa3.scores.scores import Alibi, Softcap
 
 BELOW = "\n" + " " * 9  # begins another line of a sentence

@@ -254,7 +254,10 @@ def check_arguments(
         ("problem.window", window, NO_BOUND, Window._fields),
     ):
         for name in names:
-            check_size(f"{owner}.{name}", getattr(of, name), least)
+            size = getattr(of, name)
+            check_type(f"{owner}.{name}", size, int)
+            if size < least:
+                raise ValueError(f"{owner}.{name} must be {least} or more, got {size}")
     if not spec.is_fp8 and spec.dtype not in ELEMENTS:
         kinds = [*ELEMENTS, FP8]
         raise ValueError(f"problem.spec.dtype must be one of {kinds}, got {spec.dtype!r}")
@@ -305,13 +308,6 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raise TypeError unless a value is of a type; bools are no int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
-
-
-def check_size(name: str, value: Any, least: int) -> None:
-    """Raise unless a value is an integer of at least `least`."""
-    check_type(name, value, int)
-    if value < least:
-        raise ValueError(f"{name} must be {least} or more, got {value}")
 
 
 # ------------------------------------------------------------------------------- the choice

@@ -48,7 +48,7 @@ from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.split import RaggedSegments
 from fa3.schedules.stretches import BLOCKS_OF_TILE
-from fa3.scores.intervals import Intervals
+from fa3.scores.masks import Intervals
 from fa3.scores.scores import Alibi, Softcap
 
 DENSE, PACKED, CACHE = "dense", "packed", "cache"  # kinds of calls: by their keys

@@ -229,11 +229,13 @@ class Walker:
             tile[part.slot] = self.attend(step, rows)
             if len(tile) < part.num_parts:
                 continue
-            results = [tile[slot] for slot in sorted(tile)]
-            out, lse = results[0] if part.num_parts == 1 else merge(results)
-            batch, row, head = rows.place
+            results, (batch, row, head) = [tile[slot] for slot in sorted(tile)], rows.place
             if self.sinks is not None:
-                out, lse = with_sink(out, lse, self.sinks[head].float().flatten())
+                # As if a part had nothing but the sink.
+                out, lse = results[0]
+                sinks = self.sinks[head].float().flatten().expand_as(lse)
+                results.append((torch.zeros_like(out), sinks))
+            out, lse = results[0] if len(results) == 1 else merge(results)
             self.out[batch, row, head] = out.to(self.out.dtype)
             if self.lse is not None:
                 self.lse[batch, head, row] = lse
@@ -357,13 +359,3 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
     lse = lses.logsumexp(dim=0)
     weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
     return (outs * weights[..., None]).sum(dim=0), lse
-
-
-def with_sink(
-    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let a sink join the sums of rows (rows, head_dim_v) and (rows,)."""
-    joined = torch.logaddexp(lse, sink)
-    # A row of nothing at all stays 0; a sink that is NaN reaches its rows, as in the kernels.
-    weight = torch.exp(lse - joined.masked_fill(joined == -torch.inf, 0.0))
-    return out * weight[:, None], joined

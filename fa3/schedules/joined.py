@@ -3,7 +3,7 @@
 All rows of q are one line, whatever sequences they belong to, and so are all rows of k. A tile is
 `tile_m` consecutive rows of q, for every query head; its keys are those that any of its rows sees.
 `fa3.kernels.joined_table` writes a record of each tile and one of each row, from lengths that are
-on the GPU; `MultiSequenceTiles` walks the tiles, `fa3.scores.intervals` masks by rows.
+on the GPU; `MultiSequenceTiles` walks the tiles, `fa3.scores.masks` masks by rows.
 
 Keys that a row does not see have the weight 0. But 0 times NaN is NaN, so what other sequences hold
 could reach a row of the tile. Rows that are not finite are therefore marked, and computed again in

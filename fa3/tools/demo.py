@@ -17,7 +17,7 @@ from fa3.problem import Problem
 from fa3.running.compiler import object_code
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import random_operands
-from fa3.tools.timing import time_in_turn
+from fa3.tools.tune import time_in_turn
 from fa3.tools.warmup import known_gpus
 
 # One layer of Llama 3 8B reading a prompt, and a smaller problem for the CPU.

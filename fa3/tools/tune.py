@@ -1,7 +1,11 @@
 """`fa3 tune`: measures the best plans of shapes, and keeps the fastest."""
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,7 +23,6 @@ from fa3.running.compiler import is_on_disk
 from fa3.tools.compile_pool import check_folder, compile_all
 from fa3.tools.plan_command import problem_of
 from fa3.tools.recording import hopper_device, random_operands
-from fa3.tools.timing import time_in_turn
 
 AnyPlan = Plan | DecodePlan
 
@@ -32,6 +35,11 @@ HOPELESS = 1.5  # plans that are predicted to take so many times the shortest ti
 LEAST_SHARE = 0.01
 """Share by which a plan must be faster than the planner's choice to be kept instead: two
 measurements of one plan may differ by so much."""
+
+
+GRAPH_US = 4000  # work inside one graph: no host time shows
+LOAD_S = 0.3  # seconds of work before the first round: then the power cap sets the clock
+ROUNDS = 7
 
 
 def tune_here(options: argparse.Namespace) -> None:
@@ -104,3 +112,42 @@ def time_plans(plans: Sequence[AnyPlan]) -> Sequence[float]:
         for plan in plans
     }
     return list(time_in_turn(calls).values())
+
+
+def time_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median microseconds of each call under steady load.
+    In every round each call runs for some milliseconds, in random order, so that a drifting clock
+    hits all alike."""
+    graphs = {name: capture(call) for name, call in calls.items()}
+    until = time.perf_counter() + LOAD_S
+    while time.perf_counter() < until:
+        for graph, _ in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name in random.sample(list(graphs), len(graphs)):
+            graph, count = graphs[name]
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) * 1e3 / count)
+    return {name: statistics.median(us) for name, us in times.items()}
+
+
+def capture(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Capture some milliseconds of calls; return graph and number of calls."""
+    call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    count = math.ceil(GRAPH_US / 1e6 / (time.perf_counter() - begin))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph, count
