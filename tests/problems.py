@@ -13,7 +13,7 @@ from fa3.planning.costs import H200
 from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
-from fa3.reference.steps import execute
+from fa3.reference.walker import execute
 from fa3.scores.masks import Band
 
 CAUSAL = Window(right=0)

@@ -20,7 +20,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
-from fa3.reference.steps import steps
+from fa3.reference.walker import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)

@@ -94,7 +94,7 @@ def flash_attn_func(
     Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
     may share one key/value head (GQA, MQA): query head h uses key/value head
     h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
-    through `fa3.reference.steps`. q, k, v and sinks may require grad: out and the log-sum-exp are
+    through `fa3.reference.walker`. q, k, v and sinks may require grad: out and the log-sum-exp are
     then differentiable by them, once.
 
     Args:

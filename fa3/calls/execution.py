@@ -36,7 +36,7 @@ from fa3.planning.planner import Plan
 from fa3.planning.routes import PackedSizes, Route, Signature
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import REMEMBERED
-from fa3.reference.steps import execute, execute_decode, execute_packed
+from fa3.reference.walker import execute, execute_decode, execute_packed
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
 from fa3.running.graphs import Table, capture_of, current_device, current_stream

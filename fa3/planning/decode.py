@@ -1,6 +1,6 @@
 """`DecodePlan`: how attention to a key/value cache will run.
 
-`fa3.calls.execution` launches its kernels; `fa3.reference.steps` walks them on the CPU. The decode
+`fa3.calls.execution` launches its kernels; `fa3.reference.walker` walks them on the CPU. The decode
 kernel reads the cache, cut so that all SMs read equally many keys, and merges the parts if they are
 few; else `kernels.combine` does. The kernels read the sequences' lengths on the device and derive
 the cut, so a plan serves all lengths that the cache has room for.

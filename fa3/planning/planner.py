@@ -3,7 +3,7 @@
 It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
 times; `plan_dense` compares the best with the decode kernel (`fa3.planning.decode`). Runs on
 the host and needs no GPU. A caller may make a `Plan` by hand, too (`check_plan`).
-`fa3.calls.execution` launches a plan's kernels, `fa3.reference.steps` walks it on the CPU.
+`fa3.calls.execution` launches a plan's kernels, `fa3.reference.walker` walks it on the CPU.
 """
 
 from collections.abc import Callable, Iterable
