@@ -33,13 +33,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fa3
 import fa3.distributed as fd
 import fa3.integrations.torch
-from benchmarks import environment
+from benchmarks import environment, rings
 from benchmarks.runs import first_line
 
 K = 1024
 ALONE = "alone"
 PEERS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-fa3": SDPBackend.FLASH_ATTENTION}
 """Torch's context parallelism on kernels of cuDNN, and of fa3."""
+RINGS = "rings-fa4"
+"""ring-flash-attn on kernels of FlashAttention-4: its zigzag ring, and its gather of documents,
+which follows the number of key/value heads that it gathers at a time."""
+STRIDES = 8, 4
 METHODS = "gather", "ulysses", "ring"
 IN_GRAPH = "-graph"
 """What the name of a provider ends with, where its calls are replayed from CUDA graphs."""
@@ -126,9 +130,17 @@ def calls_of(
     for method in methods:
         attend = functools.partial(over, method=method, **named)
         yield method, functools.partial(with_gradients, attend, parts, cell)
-    if cell.kind == "dense" and device.type == "cuda":
+    if device.type != "cuda":
+        return
+    if cell.kind == "dense":
+        yield RINGS, lambda: with_gradients(rings.zigzag_call(), parts, cell)
         for name, backend in PEERS.items():
             yield name, functools.partial(torch_call, cell, parts, stack, backend)
+        return
+    neighbours = [fd.contiguous.shard(x, dim) for x in tensors]
+    for stride in STRIDES:
+        make = functools.partial(rings.llama3_call, layout.cu_seqlens, stride, device)
+        yield f"{RINGS}-{stride}", lambda make=make: with_gradients(make(), neighbours, cell)
 
 
 def torch_call(
@@ -188,10 +200,13 @@ def measure(cell: Cell, options: Namespace, device: torch.device, stack: ExitSta
         try:
             call = make()
             result = call()
-            if name == ALONE and cell.kind != "decode":
-                result = layout.shard(result, result.ndim - 3)
             expected = result if expected is None else expected
-            errors[name] = (result.float() - expected.float()).abs().max().item()
+            wanted = expected
+            if cell.kind != "decode":
+                is_cut = cell.kind == "documents" and name.startswith(RINGS)
+                wanted = (fd.contiguous if is_cut else layout).shard(expected, expected.ndim - 3)
+                result = wanted if name == ALONE else result
+            errors[name] = (result.float() - wanted.float()).abs().max().item()
             for called in (name, *[name + IN_GRAPH] * options.graphs):
                 calls[called] = call if called == name else replay_of(call)
                 most = block_time(calls[called], 2, device)

@@ -60,14 +60,8 @@ DENSE_CALLS = list(product(METHODS, OPTIONS))
 
 LENGTHS = documents([0, 1, 1, 18, 20, 41])
 PACKED_METHODS = (LENGTHS, "gather"), (LENGTHS, "ulysses")
-NO_PACKED_GATHER = "window", "left", "right"
 PACKED_OPTIONS = OPTIONS | {"short": {"window_size": (4, 0), "sinks": True}}
-PACKED_CALLS = [
-    (method, name)
-    for method in ("gather", "ulysses")
-    for name in PACKED_OPTIONS
-    if not (method == "gather" and name in NO_PACKED_GATHER)
-]
+PACKED_CALLS = list(product(("gather", "ulysses"), PACKED_OPTIONS))
 FEW_KERNELS = "causal", "window", "sinks"
 """Options that are enough on GPUs, where each is several kernels to compile."""
 
@@ -307,6 +301,24 @@ def test_slopes_belong_to_heads(ranks, method, options):
     assert max(ranks.run(ranks.count, compare_with_slopes, method, options)) < 0.02
 
 
+def compare_documents_with_slopes(group, method):
+    """Return the largest error for documents that each have slopes; two are empty."""
+    layout, named = documents([0, 5, 5, 6, 30, 41, 41]), {"causal": True}
+    named["alibi_slopes"] = seeded(6, HEADS, seed=6).float().abs()
+    whole = [x[0] for x in operands_of(1, 41, 2)[:3]]
+    ends = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
+    alone = fa3.flash_attn_varlen_func(*whole, ends, ends, 24, 24, **named)
+    mine = [layout.shard(x, 0, group) for x in whole]
+    over = flash_attn_varlen_func(*mine, layout=layout, method=method, group=group, **named)
+    return (over - layout.shard(alone, 0, group)).abs().max().item()
+
+
+@ON_CPU
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_slopes_belong_to_documents(ranks, method):
+    assert max(ranks.run(2, compare_documents_with_slopes, method)) < 0.02
+
+
 def decode(group):
     """Return the largest errors of out and the log-sum-exp; the last rank may have no keys."""
     device = device_of(group)
@@ -444,10 +456,6 @@ WRONG_PACKED = {
     "ring": (
         {"method": "ring"},
         "NotImplementedError: documents is not supported with method='ring'",
-    ),
-    "window": (
-        {"window_size": (3, 3), "method": "gather"},
-        "NotImplementedError: window_size of documents is not supp",
     ),
     "shape": ({"q": (1, 41, 4, 16)}, "ValueError: q must have 3 dimensions"),
     "seqlen": ({"seqlen": 40}, "ValueError: seqlen must be 41, where cu_seqlens ends, got 40"),
@@ -718,7 +726,7 @@ PLANS = [
     (zigzag, 8, {"causal": True}, "ulysses"),
     (zigzag, 3, {"causal": True}, "gather"),
     (contiguous, 2, {"window_size": (100, 5), "has_slopes": True}, "ulysses"),
-    (documents([0, 4096, 5000, 8192]), 2, {"window_size": (100, 5)}, "ulysses"),
+    (documents([0, 4096, 5000, 8192]), 2, {"window_size": (100, 5)}, "gather"),
 ]
 
 

@@ -1,9 +1,13 @@
 """Which rows each rank has, and that they come together again."""
 
 import re
+from bisect import bisect
+from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import NUM_RANKS, Ranks, refusal, seeded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer
@@ -52,11 +56,30 @@ def test_a_document_alone_is_a_zigzag():
     assert documents([0, 43]).chunks(43, 4) == zigzag.chunks(43, 4)
 
 
-def test_each_rank_has_part_of_each_document():
-    assert documents([0, 8, 16]).chunks(16, 2) == (
-        (range(2), range(6, 8), range(8, 10), range(14, 16)),
-        (range(2, 4), range(4, 6), range(10, 12), range(12, 14)),
+def test_only_the_longest_documents_are_cut():
+    """The second of three; ranks have the others first."""
+    assert documents([0, 5, 21, 26]).chunks(26, 2) == (
+        (range(3), range(3, 5), range(21, 21), range(26, 26), range(5, 9), range(17, 21)),
+        (range(0), range(5, 5), range(21, 24), range(24, 26), range(9, 13), range(13, 17)),
     )
+    assert documents([0, 8, 16]).chunks(16, 2)[0] == (
+        range(4),
+        range(4, 8),
+        range(8, 8),
+        range(16, 16),
+    )
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.sampled_from([1, 2, 3, 8]))
+def test_ranks_have_as_many_rows_and_about_the_same_work(lengths, num_ranks):
+    ends = [*accumulate(lengths, initial=0)]
+    chunks = documents(ends).chunks(ends[-1], num_ranks)
+    rows = [[row for one in held for row in one] for held in chunks]
+    assert sorted(row for held in rows for row in held) == [*range(ends[-1])]
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+    work = [sum(lengths[bisect(ends, row) - 1] for row in held) for held in rows]
+    # A few rows of short documents are more than 2%.
+    assert max(work) <= 1.02 * sum(work) / num_ranks + 3 * max(lengths, default=0)
 
 
 def test_layouts_are_values():

@@ -1,7 +1,7 @@
 """Attention in this process: a rank's queries, and keys that are here."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -37,7 +37,9 @@ class KeyPart:
     Attributes:
         rows: of this rank; keys: among those that come here together.
         merges: other parts have the same rows; this one is merged into the first of them.
+        is_alone: no other part has gradients of these keys.
         lengths: of packed sequences; their tensors have a batch of 1 all the same.
+        documents: that the part is of, where each has slopes of its own.
         attention, gradients: what is launched, after the first time.
     """
 
@@ -47,7 +49,9 @@ class KeyPart:
     rows: slice = field(default_factory=lambda: ALL)
     keys: slice = field(default_factory=lambda: ALL)
     merges: bool = False
+    is_alone: bool = False
     lengths: Lengths | None = None
+    documents: tuple[int, ...] = ()
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
 
@@ -59,15 +63,28 @@ class KeyPart:
             options = options._replace(sm_margin=max(options.sm_margin, WAITING_SMS))
         return replace(self, options=options, **changed)
 
+    def moved(self, rows: int, keys: int, document: int) -> "KeyPart":
+        """Return the part of a document that has so many rows and keys before it."""
+        at = slice(self.rows.start + rows, self.rows.stop + rows)
+        of_keys = slice(self.keys.start + keys, self.keys.stop + keys)
+        return replace(self, rows=at, keys=of_keys, documents=(document,))
+
     def without_batch(self, tensors: Iterable[Tensor | None]) -> Iterable:
         """Return tensors as the call takes them."""
         return tensors if self.lengths is None else [None if x is None else x[0] for x in tensors]
+
+    def slopes_of(self, slopes: Tensor | None) -> Tensor | None:
+        """Return slopes of heads, or of the packed sequences' documents."""
+        if slopes is None or slopes.ndim == 1 or not self.documents:
+            return slopes
+        return slopes.index_select(0, numbers_on(slopes.device, *self.documents))
 
     def forward(self, tensors: Any, modifiers: tuple) -> tuple[Tensor, Tensor]:
         """Write out, or a new tensor; return it with the log-sum-exp. Tensors are q, k and v of the
         part alone, and out or None; modifiers are alibi_slopes and sinks, or None."""
         q, k, v, out = self.without_batch(tensors)
         (slopes, sinks), (ends_q, ends_k, longest) = modifiers, self.lengths or (None, None, None)
+        slopes = self.slopes_of(slopes)
         values = NO_VALUES | {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "sinks": sinks}
         values["cu_seqlens_q"], values["cu_seqlens_k"] = ends_q, ends_k
         if self.attention is None:
@@ -93,6 +110,7 @@ class KeyPart:
         """Return the gradients by `BackwardOperands`, with dq where it is given. The log-sum-exp
         may be of more keys."""
         (slopes, sinks), (ends_q, ends_k, _) = modifiers, self.lengths or (None, None, None)
+        slopes = self.slopes_of(slopes)
         operands = BackwardOperands(*self.without_batch(tensors))
         wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
         read, lengths = modifier_tensors(slopes, (), sinks) or (), (ends_q, ends_k, None, None)
@@ -106,9 +124,13 @@ class KeyPart:
 
 
 @functools.lru_cache(maxsize=64)
-def packed_lengths(device: torch.device, rows: tuple[int, ...], keys: tuple[int, ...]) -> Lengths:
-    """Return lengths of packed sequences with so many rows and keys."""
+def numbers_on(device: torch.device, *numbers: int) -> Tensor:
+    """Return a tensor of numbers in int32."""
     with torch.inference_mode(False):
-        starts = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (rows, keys))
-        ends_q, ends_k = (x.to(device) for x in starts)
+        return torch.tensor(numbers, dtype=torch.int32).to(device)
+
+
+def packed_lengths(device: torch.device, rows: Sequence[int], keys: Sequence[int]) -> Lengths:
+    """Return lengths of packed sequences with so many rows and keys."""
+    ends_q, ends_k = (numbers_on(device, 0, *accumulate(x)) for x in (rows, keys))
     return ends_q, ends_k, (max(rows, default=0), max(keys, default=0))

@@ -100,8 +100,7 @@ def flash_attn_varlen_func(
         q: (rows, heads_q, head_dim), bfloat16 or float16: the rows of this rank.
         k, v: (rows, heads_kv, head_dim or head_dim_v), the same rows.
         layout: `documents(cu_seqlens)`.
-        options: group, method and others as in `flash_attn_func`, but "ring" is not supported. With
-            "gather", window_size must show no key after a query, or all keys.
+        options: group, method and others as in `flash_attn_func`, but "ring" is not supported.
 
     Returns:
         as `flash_attn_func`, without the batch. It also raises the same errors.
@@ -152,7 +151,8 @@ def attend_over_ranks(
     else:
         out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
     if is_packed:
-        out, lse = out[0], None if lse is None else lse[0]
+        # Not out[0], whose gradient would be copied.
+        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if returns_lse else out
 
 

@@ -72,12 +72,15 @@ class RankCall(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def orders(chunks: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return each rank row's sequence row, and each sequence row's rank row."""
+def ranked_places(chunks: Runs, wanted: tuple[range, ...], device: torch.device) -> Tensor:
+    """Return where wanted rows of a sequence are among these chunks."""
     with torch.inference_mode(False):
-        rows = [torch.arange(x.start, x.stop) for held in chunks for x in held]
-        to_ranks = torch.cat([torch.arange(0), *rows])
-        return to_ranks.to(device), to_ranks.argsort().to(device)
+        rows, places = (
+            torch.cat([torch.arange(0), *(torch.arange(x.start, x.stop) for x in runs)])
+            for runs in ([x for held in chunks for x in held], wanted)
+        )
+        order = rows.argsort()
+        return order[torch.searchsorted(rows[order], places)].to(device)
 
 
 class OverRanks(torch.autograd.Function):

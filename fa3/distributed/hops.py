@@ -8,22 +8,24 @@ outputs are merged in float32 by their log-sum-exps.
 Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention (arXiv 2310.01889).
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa3.calls.options import DENSE
 from fa3.distributed.alone import ALL, FourGradients, KeyPart, packed_lengths
-from fa3.distributed.exchange import RankCall, orders
+from fa3.distributed.exchange import RankCall
 from fa3.distributed.transfer import (
     RowExchange,
     Runs,
     Transfer,
-    everything_of,
     exchange_of,
+    shares_of_documents,
     together,
     with_begins,
 )
@@ -39,13 +41,11 @@ class Hop:
 
     Attributes:
         coming, going: bring keys here, and gradients back; None for this rank's own.
-        order: of what comes, in which the part counts, and which has a row twice at most; or None.
     """
 
     parts: tuple[KeyPart, ...]
     coming: Transfer | None = None
     going: Transfer | None = None
-    order: Tensor | None = None
 
     def start_back(self, terms: Terms, like: Tensor) -> Callable[[], Terms]:
         """Begin to bring gradients of keys back to their ranks.
@@ -53,13 +53,7 @@ class Hop:
         if (coming := self.coming) is None or (going := self.going) is None:
             return lambda: terms
         total = coming.exchange.totals[going.rank]
-        sums: Sequence[Tensor]
-        if (order := self.order) is not None:
-            ((_, dkv),) = terms
-            zeros = [x.new_zeros(len(x), total, *x.shape[2:]) for x in dkv]
-            sums = [to.index_add_(1, order, x) for to, x in zip(zeros, dkv, strict=True)]
-        else:
-            sums = added_up(terms, like, total, going.kinds)
+        sums = added_up(terms, like, total, going.kinds)
         wait = going.start(sums)
 
         def finish() -> Terms:
@@ -122,8 +116,7 @@ class Hops:
                 merge_into(total[:, rows], lses[0][1][:, :, rows], *more)
             if self.keeps and hop.coming:
                 # Other calls write to memory that ranks share.
-                is_shared = hop.coming.in_shared_memory and hop.order is None
-                kept = [x.clone() for x in keys] if is_shared else keys
+                kept = [x.clone() for x in keys] if hop.coming.in_shared_memory else keys
         out = out if total is None else total.to(q.dtype)
         saved = q, out, k, v, *kept, *(lse for _, lse in lses)
         return out, lse_of_rows(lses) if returns_lse else None, saved
@@ -136,33 +129,33 @@ class Hops:
         merges = any(part.merges for hop in self.hops for part in hop.parts)
         dkv_dtype = self.dkv_dtype or saved[2].dtype
         # One part's dK and dV need no sums.
-        fp32 = len(self.hops) > 1 or bool(self.hops[0].going) or len(self.hops[0].parts) > 1
-        fp32 = fp32 or dkv_dtype == torch.float32
+        sums = len(self.hops) > 1 or bool(self.hops[0].going) or len(self.hops[0].parts) > 1
         (q, out, k, v, *kept), lses = saved[:6], list(saved[6:])
-        of_q, of_kv, finish = Terms(), Terms(), lambda: Terms()
+        query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         for hop, keys in self.arrivals(k, v, -1, kept if self.keeps else ()):
-            of_keys = Terms()
+            hop_terms = Terms()
             for part in hop.parts[::-1]:
                 rows = part.rows
                 lse = lses[0][:, :, rows].contiguous() if merges else lses.pop()
                 tensors: list[Any] = [q[:, rows], *(x[:, part.keys] for x in keys), out[:, rows]]
                 tensors += [lse, None if d_out is None else d_out[:, rows]]
                 tensors += [None if d_lse is None else d_lse[:, :, rows]]
-                of_part, read = (None, (None, None)) if part.merges else (dq[:, rows], modifiers)
-                of_rows, *dkv, more = part.backward(tensors, read, fp32, of_part)
+                target, read = (None, (None, None)) if part.merges else (dq[:, rows], modifiers)
+                fp32 = (sums and not part.is_alone) or dkv_dtype == torch.float32
+                part_dq, *dkv, more = part.backward(tensors, read, fp32, target)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
-                of_q.append((rows, [of_rows]))
-                of_keys.append((part.keys, dkv))
-            finish_next = hop.start_back(of_keys, q)
-            of_kv += finish()
+                query_terms.append((rows, [part_dq]))
+                hop_terms.append((part.keys, dkv))
+            finish_next = hop.start_back(hop_terms, q)
+            key_terms += finish()
             finish = finish_next
-        of_kv += finish()
+        key_terms += finish()
         if merges:
-            (dq,) = added_up(of_q, q, q.shape[1], [(*q.shape[2:], q.dtype)])
-        dk, dv = added_up(of_kv, k, k.shape[1], [(*x.shape[2:], dkv_dtype) for x in (k, v)])
+            (dq,) = added_up(query_terms, q, q.shape[1], [(*q.shape[2:], q.dtype)])
+        dk, dv = added_up(key_terms, k, k.shape[1], [(*x.shape[2:], dkv_dtype) for x in (k, v)])
         return dq, dk, dv, d_sinks
 
 
@@ -173,8 +166,8 @@ def lse_of_rows(lses: list[tuple[int, Tensor]]) -> Tensor:
 
 
 def added_up(terms: Terms, like: Tensor, total: int, kinds: Sequence) -> Sequence[Tensor]:
-    """Return sums of terms, (batch, total, heads, columns) of these kinds, 0 in rows of no term.
-    The terms may be lost."""
+    """Return sums of terms, (batch, total, heads, columns) of these kinds.
+    Rows of no term are 0. A term that has all rows may become the sum."""
     dtypes = [dtype for *_, dtype in kinds]
     whole = [x for rows, x in terms if rows == slice(0, total) and [y.dtype for y in x] == dtypes]
     if whole and (len(terms) == 1 or dtypes[0] == torch.float32):
@@ -236,20 +229,44 @@ def ring(call: RankCall) -> Hops:
 
 
 def packed_gather(call: RankCall) -> Hops:
-    """Return a hop of all rows; chunks of documents see some."""
-    (left, right), seen, split = call.part.options.window, [], call.split
-    chunks = split.chunks[split.rank]
-    for i, chunk in enumerate(chunks):
-        # Each document has two chunks, of which one or both may be empty.
-        begin, end = call.ends[i // 2], call.ends[i // 2 + 1]
-        first = begin if left < 0 else max(chunk.start - left, begin)
-        seen.append(range(first, (end if right < 0 else chunk.stop) if chunk else first))
-    places = orders(split.chunks, call.device)[1]
-    order = torch.cat([places[:0], *(places[one.start : one.stop] for one in seen)])
-    lengths = packed_lengths(call.device, tuple(map(len, chunks)), tuple(map(len, seen)))
-    part = replace(call.part, rows=slice(0, split.rows[split.rank]), lengths=lengths)
-    exchange, kept = everything_of(split.rows), keeps(call)
-    return Hops((hop_of(call, [part], exchange, 0, kept, order),), kept)
+    """Return a hop of this rank's keys, and one of others' documents.
+    Whole documents are one packed part. Each one that is cut is a sequence of its own."""
+    split, rank, part = call.split, call.split.rank, call.part
+    one_by_one = replace(part, options=part.options._replace(kind=DENSE))
+    own, others, whole, numbers = list[KeyPart](), list[KeyPart](), list[int](), list[int]()
+    wanted, rows, keys = [list[range]() for _ in split.rows], 0, 0
+    for i, shares in enumerate(shares_of_documents(split.chunks)):
+        chunks = [held[2 * i : 2 * i + 2] for held in split.chunks]
+        document = whole_of([x for held in chunks for x in held])
+        number = bisect(call.ends, document.start, hi=len(call.ends) - 1) - 1
+        if max(shares) == len(document) and not any(wanted):
+            whole.append(shares[rank])
+            numbers.append(number)
+        else:
+            of = [parts_of(held, (document,), one_by_one, False) for held in chunks]
+            mine, parts, (arriving,) = of[rank]
+            own += [x.moved(rows, rows, number) for x in mine if shares[rank]]
+            others += [x.moved(rows, keys, number) for x in parts]
+            for runs, (*_, seen) in zip(wanted, of, strict=True):
+                runs += seen
+            keys += len(arriving)
+        rows += shares[rank]
+    at = slice(0, sum(whole))
+    if at.stop or not rows:  # a rank without rows has an empty part
+        lengths = packed_lengths(call.device, whole, whole)
+        named = {"lengths": lengths, "documents": tuple(numbers), "is_alone": True}
+        packed = part.at(part.options.window, any(wanted), rows=at, keys=at, **named)
+        own.insert(0, packed)
+    hops = [Hop(tuple(own))]
+    if any(map(len, chain(*wanted))):
+        exchange = exchange_of(split.chunks, tuple(map(tuple, wanted)))
+        hops.append(hop_of(call, others, exchange, 0, keeps(call)))
+    return Hops(tuple(hops), keeps(call))
+
+
+def whole_of(chunks: Sequence[range]) -> range:
+    """Return neighbouring chunks as one."""
+    return range(min(x.start for x in chunks), max(x.stop for x in chunks))
 
 
 def keeps(call: RankCall) -> bool:
@@ -263,27 +280,25 @@ def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop
     Parts that see this rank's own keys only are in the first."""
     chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
     for i, seen in enumerate(steps):
-        of_ranks = [
+        rank_parts = [
             parts_of(held, keys, call.part, len(steps) > 1)
             for held, keys in zip(chunks, seen, strict=True)
         ]
-        mine, parts, _ = of_ranks[call.split.rank]
+        mine, parts, _ = rank_parts[call.split.rank]
         own += mine
-        wanted = tuple(keys for *_, keys in of_ranks)
+        wanted = tuple(keys for *_, keys in rank_parts)
         if any(len(run) for runs in wanted for run in runs):
             hops.append(hop_of(call, parts, exchange_of(chunks, wanted), i, keeps))
     return Hop(tuple(own)), *hops
 
 
 def hop_of(
-    call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int, keeps: bool,
-    order: Tensor | None = None,
-) -> Hop:  # fmt: skip
+    call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int, keeps: bool
+) -> Hop:
     """Return a hop of these parts; `number` is its transfers'."""
     coming, going = ([(*x, kind) for x in call.sizes[1:]] for kind in (call.dtype, torch.float32))
     back = call.transfer(exchange.gradients(), going, 2 + number, not keeps)
-    there = call.transfer(exchange, coming, number % 2, False, "all", None, order)
-    return Hop(tuple(parts), there, back, order)
+    return Hop(tuple(parts), call.transfer(exchange, coming, number % 2), back)
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:

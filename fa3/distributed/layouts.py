@@ -5,9 +5,10 @@ Each rank has some of them. Any length will do: ranks differ by one row at most.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from fa3.calls.options import integer
 from fa3.complaints import shown
-from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, groups_of, orders
+from fa3.distributed.exchange import (
+    Group,
+    OverRanks,
+    Split,
+    agree_on_rows,
+    groups_of,
+    ranked_places,
+)
 from fa3.distributed.transfer import Runs
 
 
@@ -38,6 +46,9 @@ class SequenceLayout:
     cu_seqlens: tuple[int, ...] = (0,)
     """Where positions begin again."""
 
+    is_packed: ClassVar[bool] = False
+    """Whether the rows are of packed documents."""
+
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the chunks of each rank, in its order; some may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define chunks(seqlen, num_ranks)")
@@ -45,14 +56,15 @@ class SequenceLayout:
     def split(self, seqlen: int, group: Group = None) -> Split:
         """Return a sequence as it is split among the ranks of a group."""
         group = groups_of(group)[0]
-        chunks = chunks_of(self, integer("seqlen", seqlen, 0), group.size())
+        chunks = self.chunks(integer("seqlen", seqlen, 0), group.size())
         return Split(chunks, group, group.rank(), tuple(sum(map(len, x)) for x in chunks))
 
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
         split = self.split(x.shape[dim], group)
         chunks = split.chunks[split.rank]
-        return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+        rows = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
+        return torch.cat(rows or [x], dim)
 
     def unshard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return the whole tensor from all ranks' rows; all ranks must call it.
@@ -73,7 +85,7 @@ class SequenceLayout:
             parts = [torch.empty_like(sent) for _ in split.rows]
             dist.all_gather(parts, sent, group)
             by_rank = torch.cat([x[:n] for x, n in zip(parts, split.rows, strict=True)])
-            return by_rank[orders(split.chunks, x.device)[1]], ()
+            return by_rank[ranked_places(split.chunks, (range(len(by_rank)),), x.device)], ()
 
         def run_back(gradient: Tensor) -> tuple[Tensor]:
             dist.all_reduce(gradient := gradient.float().contiguous(), group=group)
@@ -94,17 +106,18 @@ class SequenceLayout:
         return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
 
 
-@functools.lru_cache(maxsize=64)
-def chunks_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> Runs:
-    """Return a layout's chunks."""
-    return layout.chunks(seqlen, num_ranks)
+def dealt(rows: range, shares: Sequence[int]) -> Runs:
+    """Return two chunks for each rank, with as many rows as its share.
+    The first chunks follow each other, then the others in reverse. So under a causal mask a row is
+    as much work on each rank."""
+    lengths = [x - x // 2 for x in shares] + [x // 2 for x in shares[::-1]]
+    chunks = [range(*ends) for ends in pairwise(accumulate(lengths, initial=rows.start))]
+    return tuple((chunks[i], chunks[-1 - i]) for i in range(len(shares)))
 
 
-def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
-    """Cut rows into chunks; longer ones come in turn from `first` on."""
-    rows, longer = divmod(end - begin, count)
-    lengths = [rows + ((i - first) % count < longer) for i in range(count)]
-    return [range(*ends) for ends in pairwise(accumulate(lengths, initial=begin))]
+def even(total: int, count: int) -> list[int]:
+    """Return equal shares of rows; the last ones have one more."""
+    return [(total + i) // count for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ class Zigzag(SequenceLayout):
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the two chunks of each rank."""
-        return Documents((0, seqlen)).chunks(seqlen, num_ranks)
+        return dealt(range(seqlen), even(seqlen, num_ranks))
 
 
 @dataclass(frozen=True)
@@ -123,21 +136,24 @@ class Contiguous(SequenceLayout):
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the one chunk of each rank."""
-        return tuple((part,) for part in cut(0, seqlen, num_ranks))
+        ends = pairwise(accumulate(even(seqlen, num_ranks), initial=0))
+        return tuple((range(*pair),) for pair in ends)
 
 
 @dataclass(frozen=True)
 class Documents(SequenceLayout):
-    """Each packed document is cut as `Zigzag` cuts a sequence.
+    """Ranks have whole packed documents, and chunks of the longest.
 
-    A rank holds its chunks of the first document, then of the second, and so on. The longer chunks
-    go on in turn from document to document, so the ranks' rows differ by one at most.
+    As few documents are cut as give all ranks the same rows, but for one, and 2% more work than the
+    mean at most. They are cut as by `Zigzag`, but ranks may have more or fewer rows of them. A rank
+    has its whole documents first.
 
     Attributes:
         cu_seqlens: (documents + 1,) integers; the host waits for a tensor on a GPU.
     """
 
     cu_seqlens: tuple[int, ...]
+    is_packed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         lengths: Iterable = self.cu_seqlens
@@ -146,19 +162,51 @@ class Documents(SequenceLayout):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
         object.__setattr__(self, "cu_seqlens", ends)
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a value that holds no tensors
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
-        """Return the chunks of each rank, two for each document."""
+        """Return two chunks of each document for each rank; whole documents first."""
         if seqlen != self.cu_seqlens[-1]:
             raise ValueError(
                 f"seqlen must be {self.cu_seqlens[-1]}, where cu_seqlens ends, got {seqlen}"
             )
-        ranks: list[list[range]] = [[] for _ in range(num_ranks)]
-        for begin, end in pairwise(self.cu_seqlens):
-            # The documents before have had the longer chunks up to this one.
-            parts = cut(begin, end, 2 * num_ranks, begin % (2 * num_ranks))
-            for rank, chunks in enumerate(ranks):
-                chunks += parts[rank], parts[-1 - rank]
-        return tuple(map(tuple, ranks))
+        documents = [range(*ends) for ends in pairwise(self.cu_seqlens)]
+        documents.sort(key=len, reverse=True)
+        lengths, num_cut = list(map(len, documents)), 0
+        while (shares := shares_of(lengths, num_cut, num_ranks)) is None:
+            num_cut = min(len(lengths), num_cut + 1 + num_cut // 4)
+        order = [*range(num_cut, len(lengths)), *range(num_cut)]
+        chunks = [dealt(documents[i], shares[i]) for i in order]
+        return tuple(tuple(x for one in chunks for x in one[rank]) for rank in range(num_ranks))
+
+
+def shares_of(lengths: list[int], num_cut: int, num_ranks: int) -> list[list[int]] | None:
+    """Return the ranks' rows of each document; the first documents are cut.
+    They are the longest. Return None unless ranks have the same rows and about the same work."""
+    cut, all_work = lengths[:num_cut], sum(x * x for x in lengths)
+    rows, work = even(sum(lengths), num_ranks), [0.0] * num_ranks
+    # A row's work is its document's length, of rows that are cut this much on average.
+    mean = sum(x * x for x in cut) / max(sum(cut), 1) or max(lengths, default=0)
+    wholes, saved = [], [0.0] * num_ranks
+    for length in lengths[num_cut:]:
+        # Each rank has fewer of the rows that are cut instead. This rank saved least by that.
+        rank = min(range(num_ranks), key=saved.__getitem__)
+        saved[rank] += length * (mean - length) + 1
+        rows[rank] -= length
+        work[rank] += length * length
+        wholes.append([length * (i == rank) for i in range(num_ranks)])
+    most = max(x + y * mean for x, y in zip(work, rows, strict=True))
+    if num_cut < len(lengths) and (
+        min(rows) < 0 or (max(rows) > 0 and not cut) or most * num_ranks > 1.02 * all_work
+    ):
+        return None
+    shares = []
+    for length in cut:
+        # In proportion to the rows that each rank still lacks.
+        lacks = sum(rows)
+        ends = [x * length // lacks if lacks else 0 for x in accumulate(rows, initial=0)]
+        shares.append([end - begin for begin, end in pairwise(ends)])
+        rows = [x - share for x, share in zip(rows, shares[-1], strict=True)]
+    return shares + wholes
 
 
 zigzag = Zigzag()

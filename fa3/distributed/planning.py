@@ -8,7 +8,8 @@ import torch
 
 from fa3.calls.options import as_pair, check_window, integer, real
 from fa3.complaints import shown
-from fa3.distributed.layouts import SequenceLayout, check_sequence_layout, chunks_of
+from fa3.distributed.layouts import SequenceLayout, check_sequence_layout
+from fa3.distributed.transfer import shares_of_documents
 from fa3.problem import NO_BOUND, Window
 
 AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
@@ -80,16 +81,19 @@ def plan(
     window = check_window(as_pair(window_size), causal)
     if heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
-    methods = methods_for(method, num_ranks, heads_q, window, has_slopes, layout.cu_seqlens != (0,))
+    methods = methods_for(method, num_ranks, heads_q, window, has_slopes, layout.is_packed)
     pairs = tuple(heads_q * x for x in count_pairs(layout, seqlen, num_ranks, window))
     columns, others = head_dim + (head_dim_v or head_dim), (num_ranks - 1) / num_ranks
     kv, qo = (2 * seqlen * heads * columns / 2**20 for heads in (heads_kv, heads_q))
+    # Keys of whole documents stay where they are.
+    documents = shares_of_documents(layout.chunks(seqlen, num_ranks)) if layout.is_packed else ()
+    cut = sum(sum(x) for x in documents if max(x) < sum(x)) / max(seqlen, 1) if documents else 1
     copies = math.lcm(heads_kv, num_ranks) // heads_kv
     sent = qo + copies * kv, qo + copies * kv * (1 + (copies > 1))
     plans = []
     for name in methods:
         # dK and dV are float32, but for Ulysses where no key/value head is there twice.
-        shares, received = pairs, (kv * others, 3 * kv * others)
+        shares, received = pairs, (kv * others * cut, 3 * kv * others * cut)
         if name == "ulysses":
             shares = (sum(pairs) // num_ranks,) * num_ranks
             received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
@@ -107,7 +111,7 @@ def plan(
 
 def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Window) -> list[int]:
     """Return the visible pairs of queries and keys, for each rank."""
-    ends = torch.tensor(layout.cu_seqlens if layout.cu_seqlens != (0,) else (0, seqlen))
+    ends = torch.tensor(layout.cu_seqlens if layout.is_packed else (0, seqlen))
     rows = torch.arange(seqlen)
     document = torch.searchsorted(ends, rows, right=True)
     first, last = ends[document - 1], ends[document] - 1
@@ -115,7 +119,7 @@ def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Win
         first = torch.maximum(first, rows - window.left)
     if window.right >= 0:
         last = torch.minimum(last, rows + window.right)
-    chunks, pairs = chunks_of(layout, seqlen, num_ranks), last - first + 1
+    chunks, pairs = layout.chunks(seqlen, num_ranks), last - first + 1
     return [sum(int(pairs[x.start : x.stop].sum()) for x in held) for held in chunks]
 
 
@@ -127,10 +131,7 @@ def methods_for(
     if is_packed:
         refused["ring"] = "documents"
     if window.right != 0:  # keys after a query are seen
-        if has_slopes:
-            refused["gather"] = "alibi_slopes"
-        elif is_packed and window != Window(NO_BOUND, NO_BOUND):
-            refused["gather"] = "window_size of documents"
+        refused["gather"] = "alibi_slopes" * has_slopes
     if method not in (accepted := ("auto", *refused)):
         raise ValueError(f"method must be one of {accepted}, got {shown(method)}")
     names = AUTO if method == "auto" else (method,)

@@ -81,6 +81,12 @@ def together(runs: Iterable[range]) -> tuple[range, ...]:
     return tuple(results)
 
 
+def shares_of_documents(chunks: Runs) -> list[list[int]]:
+    """Return each rank's rows of each document, which has two chunks."""
+    firsts = range(0, len(chunks[0]), 2)
+    return [[sum(map(len, held[i : i + 2])) for held in chunks] for i in firsts]
+
+
 def with_begins(runs: Iterable[range]) -> list[tuple[range, int]]:
     """Return runs, each with the number of rows before it."""
     runs = tuple(runs)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa3.distributed.alone import FourGradients, packed_lengths
-from fa3.distributed.exchange import RankCall, Split, orders
-from fa3.distributed.hops import Hop, Hops
+from fa3.distributed.exchange import RankCall, Split, ranked_places
+from fa3.distributed.hops import Hop, Hops, whole_of
 from fa3.distributed.transfer import Transfer, everything_of, exchange_of, together
 
 
@@ -55,8 +55,8 @@ class Ulysses:
             # Other calls write there. This copies while the output is under way.
             copies = {id(x): x.clone() for x in (q, k, v)}
             saved = tuple(copies.get(id(x), x) for x in saved)
-        out, *of_lse = wait()
-        return out, of_lse[0].squeeze(3).mT if of_lse else None, saved
+        out, *lses = wait()
+        return out, lses[0].squeeze(3).mT if lses else None, saved
 
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
@@ -66,8 +66,8 @@ class Ulysses:
             ((_, columns, kind),) = self.transfers["out"].kinds
             d_out = d_lse.new_zeros(*d_lse.mT.shape, columns, dtype=kind)
         sent: list[Any] = [d_out] if d_lse is None else [d_out, d_lse.mT[..., None]]
-        d_out, *of_lse = self.transfers[("d_out", "d_out, d_lse")[len(sent) - 1]].start(sent)()
-        d_lse = of_lse[0].squeeze(3).mT if of_lse else None
+        d_out, *lses = self.transfers[("d_out", "d_out, d_lse")[len(sent) - 1]].start(sent)()
+        d_lse = lses[0].squeeze(3).mT if lses else None
         *grads, mine = self.inside.backward(self.modifiers_of(modifiers), d_out, d_lse, *saved)
         dq, dk, dv = self.transfers["dq, dk, dv"].start(grads)()
         if self.copies > 1:
@@ -77,11 +77,6 @@ class Ulysses:
             d_sinks = torch.zeros_like(modifiers[1])
             d_sinks.unflatten(0, (self.count, -1))[self.rank] = mine
         return dq, dk, dv, d_sinks
-
-
-def whole_of(chunks: Sequence[range]) -> range:
-    """Return neighbouring chunks as one."""
-    return range(min(x.start for x in chunks), max(x.stop for x in chunks))
 
 
 def ulysses(
@@ -104,28 +99,32 @@ def ulysses(
     copies = math.lcm(heads_kv, count) // heads_kv
     wanted = (together(wholes[number]),) * count
     there = everything_of(mine.rows) if ends else exchange_of(mine.chunks, wanted)
-    of_dkv = torch.float32 if copies > 1 else call.dtype
+    dkv_dtype = torch.float32 if copies > 1 else call.dtype
     heads, heads_kv = heads // count, heads_kv * copies // count
 
-    def kinds(of_kv: torch.dtype) -> list[tuple[int, int, torch.dtype]]:
+    def kinds(kv_dtype: torch.dtype) -> list[tuple[int, int, torch.dtype]]:
         """Return what is of q, k and v in a rank's heads."""
-        return [(heads, columns, call.dtype), *((heads_kv, x, of_kv) for x in (columns, columns_v))]
+        return [
+            (heads, columns, call.dtype),
+            *((heads_kv, x, kv_dtype) for x in (columns, columns_v)),
+        ]
 
     out, lse = (heads, columns_v, call.dtype), (heads, 1, torch.float32)
     to_heads = {"qkv": kinds(call.dtype), "d_out": [out], "d_out, d_lse": [out, lse]}
-    to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(of_dkv)}
+    to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(dkv_dtype)}
     here, back = call._replace(split=mine), there.back(mine.rows)
     # Documents come by ranks, with few copies, and are put in order then.
-    order = orders(mine.chunks, call.device)[1] if ends else None
+    in_order = wholes[number] if outside else (range(sum(mine.rows)),)
+    order = ranked_places(mine.chunks, in_order, call.device) if ends else None
     by_rank = None if order is None else order.argsort()
     how = (0, False, "split", None, order), (1, True, "join", by_rank)
     transfers = {name: here.transfer(there, kind, *how[0]) for name, kind in to_heads.items()}
     transfers |= {name: here.transfer(back, kind, *how[1]) for name, kind in to_rows.items()}
     if outside is not None:
         rows = tuple(sum(map(len, x)) for x in wholes)
-        sizes = tuple(x[:2] for x in kinds(of_dkv))
-        of_groups = Split(wholes, groups[0], number, rows)
-        inside = outside(call._replace(split=of_groups, sizes=sizes))
+        sizes = tuple(x[:2] for x in kinds(dkv_dtype))
+        grouped = Split(wholes, groups[0], number, rows)
+        inside = outside(call._replace(split=grouped, sizes=sizes))
     else:
         rows = tuple(end - begin for begin, end in pairwise(ends))
         lengths = packed_lengths(call.device, rows, rows) if ends else None
@@ -133,4 +132,4 @@ def ulysses(
         inside = Hops((Hop((replace(call.part, rows=every, keys=every, lengths=lengths),)),))
     is_shared = transfers["qkv"].in_shared_memory and not ends
     is_shared = is_shared and call.part.options.has_gradient
-    return Ulysses(count, rank, replace(inside, dkv_dtype=of_dkv), copies, transfers, is_shared)
+    return Ulysses(count, rank, replace(inside, dkv_dtype=dkv_dtype), copies, transfers, is_shared)
