@@ -93,6 +93,16 @@ def test_wrong_numbers_of_arguments():
         interface._flash_attn_forward(q, q, q, nothing=1)
     with pytest.raises(TypeError, match=r"^flash_attn_qkvpacked_func takes 13 arguments by posit"):
         interface.flash_attn_qkvpacked_func(*[q] * 14)
+    ends = torch.tensor([0, 5]).int()
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    for function, name, others in (
+        ("flash_attn_func", "seqused_q", {}),
+        ("flash_attn_func", "max_seqlen_k", {}),
+        ("flash_attn_with_kvcache", "seqused_q", {"seqused_k": ends[1:]}),
+        ("flash_attn_varlen_func", "leftpad_k", packed),
+    ):
+        with pytest.raises(TypeError, match=rf"^{function}\(\) got an .* argument '{name}'"):
+            interface._flash_attn_forward(q, q, q, **others, **{name: ends})
 
 
 def test_the_functions_are_those_of_the_package():

@@ -108,18 +108,10 @@ def split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tenso
 IN_CACHE = {
     "k_new": "k", "v_new": "v", "cu_seqlens_k_new": "cu_seqlens_k_new", "page_table": "page_table",
     "kv_batch_idx": "cache_batch_idx", "leftpad_k": "cache_leftpad", "rotary_cos": "rotary_cos",
-    "rotary_sin": "rotary_sin", "seqlens_rotary": "rotary_seqlens",
+    "rotary_sin": "rotary_sin", "seqlens_rotary": "rotary_seqlens", "seqused_k": "cache_seqlens",
+    "cu_seqlens_q": "cu_seqlens_q",
 }  # fmt: skip
 """Arguments of a call on a cache, and what `flash_attn_with_kvcache` calls them."""
-
-
-LENGTH_NAMES = (
-    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k",
-    "scheduler_metadata",
-)  # fmt: skip
-"""Arguments that a dense call does not have."""
-
-OF_PACKED_CACHE = ("cu_seqlens_q", "seqused_k")  # with these alone, keys are in a cache
 
 
 @with_parameters(
@@ -161,26 +153,17 @@ def _flash_attn_forward(
         TypeError, ValueError, NotImplementedError: as the public function, or if an argument is
             given that it does not have.
     """
-    lengths = {name: arguments.pop(name, None) for name in LENGTH_NAMES}
-    cached = {name: arguments.pop(name, None) for name in IN_CACHE}
     interleaved = arguments.pop("rotary_interleaved", True)
-    arguments |= {"window_size": (window_size_left, window_size_right), "return_lse": True}
-    arguments |= {"out": out_, "num_splits": arguments.pop("num_splits", 1)}
-    if lengths["cu_seqlens_k"] is not None:
-        check_absent("with cu_seqlens_k", cached)
-        out, lse = flash_attn_varlen_func(q, k, v, **lengths, **arguments)
-    elif any(x is not None for x in (*cached.values(), *map(lengths.get, OF_PACKED_CACHE))):
-        named = {IN_CACHE[name]: value for name, value in cached.items()}
-        named |= {name: lengths.pop(name) for name in ("max_seqlen_q", "scheduler_metadata")}
-        ends_q, used_k = map(lengths.pop, OF_PACKED_CACHE)
-        check_absent("without cu_seqlens_k", lengths)
-        out, lse = flash_attn_with_kvcache(
-            q, k, v, cu_seqlens_q=ends_q, cache_seqlens=used_k, rotary_interleaved=interleaved,
-            **named, **arguments,
-        )  # fmt: skip
-    else:
-        check_absent("without cu_seqlens_q, cu_seqlens_k and seqused_k", lengths)
-        out, lse = flash_attn_func(q, k, v, **arguments)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    function: Callable[..., Any] = flash_attn_func
+    if "cu_seqlens_k" in given:
+        function = flash_attn_varlen_func
+    elif given.keys() & IN_CACHE.keys():
+        function = flash_attn_with_kvcache
+        given = {IN_CACHE.get(name, name): value for name, value in given.items()}
+        given["rotary_interleaved"] = interleaved
+    given |= {"window_size": (window_size_left, window_size_right), "return_lse": True}
+    out, lse = function(q, k, v, out=out_, **{"num_splits": 1} | given)
     no_splits = lse.new_empty(0)
     return out, lse, no_splits, no_splits
 
