@@ -111,7 +111,11 @@ def comparison(
         ],
         dynamic_dims_strides=[list(one.stride()) for one in distinct.values()],
     ).check
-    are_aligned = check_of_alignments(tuple(map(alignments.__getitem__, tensors)))
+    units = tuple(map(alignments.__getitem__, tensors))
+
+    def are_aligned(*begins: int) -> bool:
+        return min(begins) >= LOWEST_ADDRESS and not any(map(mod, begins, units))
+
     if not growing:
         are_aligned = functools.lru_cache(maxsize=MOST_PLACES)(are_aligned)
     pick, pick_distinct, pick_missing = map(picker, (list(tensors), list(distinct), missing))
@@ -141,15 +145,6 @@ def comparison(
         return begins
 
     return compare
-
-
-def check_of_alignments(alignments: tuple[int, ...]) -> Callable[..., bool]:
-    """Return a check that addresses are aligned, and in memory."""
-
-    def are_aligned(*begins: int) -> bool:
-        return min(begins) >= LOWEST_ADDRESS and not any(map(mod, begins, alignments))
-
-    return are_aligned
 
 
 def says_its_stride(tensor: torch.Tensor) -> bool:

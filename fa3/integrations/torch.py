@@ -29,7 +29,7 @@ import torch.nn.attention
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func
 from fa3.calls.devices import gpu_of
 from fa3.calls.modifiers import draw_rng_state
-from fa3.calls.operands import ALIGNMENT, DTYPES
+from fa3.calls.operands import ALIGNMENT, DTYPES, operand_of
 from fa3.calls.operators import run_backward
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
 
@@ -302,13 +302,15 @@ def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
     kind = dtype, device, head_dim = q.dtype, q.device, q.shape[-1]
     same = all((x.dtype, x.device, x.shape[-1]) == kind for x in (k, v))
     fits = dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
-    if not (same and fits and all(map(is_laid_out, (q, k, v, out)))):
+    if not (same and fits) or any(x.data_ptr() % ALIGNMENT for x in (q, k, v, out)):
         raise Refused
-    if q.is_cuda:
-        try:
+    try:
+        for tensor in (q, k, v, out):
+            operand_of(tensor).check_layout("", call.cum_seq_q is not None)
+        if q.is_cuda:
             gpu_of(device)
-        except ValueError:
-            raise Refused from None
+    except ValueError:
+        raise Refused from None
 
 
 def has_lengths(call: AtenArguments) -> bool:
@@ -335,14 +337,3 @@ def check_saved(call: AtenArguments) -> None:
         raise Refused
     if call.dropout_p and call.rng_state.dtype != torch.int64:
         raise Refused
-
-
-def is_laid_out(tensor: torch.Tensor) -> bool:
-    """Whether TMA can walk a tensor where it lies."""
-    unit, shape = ALIGNMENT // tensor.element_size(), tensor.shape
-    *strides, last = tensor.stride()
-    if last != 1 or tensor.data_ptr() % ALIGNMENT:
-        return False
-    is_packed = len(shape) == 3
-    steps = zip(shape, strides, strict=False)
-    return not any(stride % unit and (size > 1 or is_packed) for size, stride in steps)
