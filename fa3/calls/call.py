@@ -286,11 +286,8 @@ class AttentionCall(
 
     def spec(self, options: Options, window: Window, is_causal: bool) -> AttentionSpec:
         """What is compiled.
-
-        Args:
-            window: the bounds that may hide a key.
-            is_causal: no key after a query's own position is visible.
-        """
+        The bounds of `window` may hide a key. If `is_causal`, no key after a query's own position
+        is visible."""
         if self.is_fp8 and options.has_dropout:
             raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
         (scores, mask, _), band = options.functions, Band.of(window)
@@ -354,10 +351,7 @@ class AttentionCall(
 
     def overlaps(self, options: Options, appends: bool) -> CheckOfAddresses | None:
         """Return the check that written tensors share no memory, or None.
-
-        Args:
-            appends: whether the caches are written.
-        """
+        `appends` says whether the caches are written."""
         if self.out is None and not appends:
             return None
         tensors, functions = TENSORS_OF_KINDS[self.kind], options.functions.names
@@ -419,10 +413,7 @@ def check_tensors(call: AttentionCall) -> None:
 
 def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str]]) -> None:
     """Raise unless a tensor, if given, fits the tensors before it.
-
-    Args:
-        sizes: that dimensions have so far, see `check_sizes`.
-    """
+    `sizes` are those that dimensions have so far, see `check_sizes`."""
     operand, shown = getattr(call, name), call.name(name)
     if operand is None:
         return

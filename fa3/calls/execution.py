@@ -77,11 +77,8 @@ class Prepared(NamedTuple):
 
     def run(self, values: dict[str, Any], memory: Memory | None = None) -> None:
         """Launch the kernels.
-
-        Args:
-            values: of the call, by name; more are added.
-            memory: where it depends on the call.
-        """
+        `values` are of the call, by name; more are added. `memory` is given where it depends on the
+        call."""
         q = values["q"]
         device = q.device
         if device.index != current_device():
@@ -140,10 +137,7 @@ class PreparedPlan(NamedTuple):
 
     def attend(self, values: dict[str, Any], sizes: None = None) -> None:
         """Write out and, unless it is None, the log-sum-exp; there are queries, and keys.
-
-        Args:
-            values: of the call, by name; see `PreparedAttention.attend`.
-        """
+        `values` are of the call, by name; see `PreparedAttention.attend`."""
         if self.prepared is not None:
             self.prepared.run(for_launches(values))
         elif isinstance(self.plan, Plan):
@@ -195,12 +189,8 @@ class PackedCall:
 
     def attend(self, values: dict[str, Any], sizes: PackedSizes) -> None:
         """Write the rows of out and lse that belong to queries that are used.
-
-        Args:
-            values: of the call, by name; see `PreparedAttention.attend`. Lengths of a cache have
-                the new keys.
-            sizes: of the call, which bound the lengths.
-        """
+        `values` are of the call, by name; see `PreparedAttention.attend`. Lengths of a cache have
+        the new keys. `sizes` bound the lengths."""
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
         signature = self.signature
@@ -299,10 +289,7 @@ packed_call = functools.lru_cache(maxsize=REMEMBERED)(PackedCall.of)
 
 def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | PackedCall:
     """Choose how calls on a cache run, and load their kernels.
-
-    Args:
-        call: valid, and with room for keys and queries.
-    """
+    The call is valid, and has room for keys and queries."""
     device = call.q.device
     on_gpu = device.type == "cuda"
     window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)

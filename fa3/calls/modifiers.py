@@ -56,10 +56,7 @@ def standard_scores(
     softcap: float, slopes: Operand | torch.Tensor | None, is_causal: bool
 ) -> tuple[Template, ...]:
     """What is compiled of softcap and alibi_slopes.
-
-    Args:
-        is_causal: no key after a query's own position is visible.
-    """
+    If `is_causal`, no key after a query's own position is visible."""
     scores: list[Score] = [Softcap(float(softcap))] if softcap else []
     if slopes is not None:
         like_slopes = torch.empty((0,) * len(slopes.shape), dtype=torch.float32, device="meta")

@@ -86,10 +86,7 @@ class Operand(NamedTuple):
         self, name: str, dimensions: Sequence[str], sizes: dict[str, tuple[int, str]]
     ) -> None:
         """Raise unless a tensor's sizes agree with the tensors before it.
-
-        Args:
-            sizes: by dimension its size, and the tensor that says so; new dimensions are added.
-        """
+        `sizes` has by dimension its size, and the tensor that says so; new ones are added."""
         pairs = zip(dimensions, self.shape, strict=True)
         known = [sizes.setdefault(dimension, (size, name)) for dimension, size in pairs]
         others = dict.fromkeys(other for _, other in known if other != name)
@@ -324,10 +321,7 @@ def check_of_addresses(
 
 def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Raise if tensors that are written share memory with others of the call.
-
-    Args:
-        tensors: by name; None where there is none.
-    """
+    `tensors` are by name, and None where there is none."""
     present = {name: one for name, one in tensors.items() if one is not None}
     operands = tuple(map(operand_of, present.values()))
     begins = [tensor.data_ptr() for tensor in present.values()]

@@ -207,10 +207,7 @@ def flatten_function(
     argument: str, function: object | None, base: type[Score] | type[Mask]
 ) -> tuple[str | None, list[torch.Tensor]]:
     """The name and the tensors of an object; torch.compile reads along.
-
-    Args:
-        argument: what the call knows it as.
-    """
+    `argument` is what the call knows it as."""
     if function is None:
         return None, []
     kind = type(function)
@@ -484,11 +481,8 @@ ALWAYS_NONE = {
 
 def trace_attention(kind: str, passed: tuple, arguments: dict[str, Any]) -> Result:
     """What a public function gives.
-
-    Args:
-        passed: its options, as `fa3.calls.options.options_of` takes them.
-        arguments: all others, by name.
-    """
+    `passed` are its options, as `fa3.calls.options.options_of` takes them; `arguments` are all
+    others, by name."""
     options = named_options(kind, dict(zip(OPTIONS_OF[kind], passed, strict=True)))
     out = arguments["out"]
     window = check_window(as_pair(arguments["window_size"]), options["causal"])

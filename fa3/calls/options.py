@@ -131,10 +131,7 @@ def by_name(kind: str, prepared_by: tuple, passed: tuple) -> dict[str, Any]:
 
 def checked_options(kind: str, window_size: Sequence[int], asked: Mapping[str, Any]) -> Checked:
     """What a call makes of its options, each of them checked.
-
-    Args:
-        asked: by name, what is not as `OPTION_DEFAULTS` and `PREPARED_BY` say.
-    """
+    `asked` is by name what is not as `OPTION_DEFAULTS` and `PREPARED_BY` say."""
     named = PREPARED_BY | named_options(kind, asked)
     schedule = named["schedule"]
     try:

@@ -340,11 +340,8 @@ def _flash_attn_backward(
 
 def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: bool) -> None:
     """Raise unless gradients can be written to tensors of the caller's.
-
-    Args:
-        targets: by name, what is written, and what it must be like; dk and dv together.
-        accumulates: whether dk and dv, which are float32 then, are added to.
-    """
+    `targets` has by name what is written, and what it must be like; dk and dv together. If it
+    `accumulates`, dk and dv, which are float32 then, are added to."""
     for name, (target, like) in targets.items():
         operand = describe(name, target, 1)
         of = name.removeprefix("d")

@@ -173,11 +173,8 @@ class PreparedAttention:
         returns_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Append, and write out, or a new tensor; return it with the log-sum-exp.
-
-        Args:
-            values: all `TENSORS`, the int32 ones on q's device; `modifiers`, the tensors of the
-                spec's scores, mask and sinks, `softmax_scale` and `dropout`.
-        """
+        `values` has all `TENSORS`, the int32 ones on q's device; `modifiers`, the tensors of the
+        spec's scores, mask and sinks, `softmax_scale` and `dropout`."""
         q, out, ends_q = values["q"], values["out"], values["cu_seqlens_q"]
         is_new, lse, descales = out is None, None, None
         if out is None:
@@ -219,10 +216,7 @@ class PreparedAttention:
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_call(call: AttentionCall, options: Options) -> PreparedAttention:
     """Validate calls of this description, plan them and load their kernels.
-
-    Args:
-        call: `without_lengths`.
-    """
+    The call is `without_lengths`."""
     check_settings()
     check_tensors(call)
     if options.scheduler_metadata is not None:

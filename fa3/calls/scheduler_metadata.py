@@ -74,10 +74,7 @@ class SchedulerMetadata(NamedTuple):
 
     def check_call(self, call: AttentionCall, options: Options) -> None:
         """Raise ValueError unless this was made for such calls.
-
-        Args:
-            call: whose tensors have at least shapes and dtypes.
-        """
+        The call's tensors have at least shapes and dtypes."""
         if call.kind == PACKED and not self.has_packed_queries:
             raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
         if (call.kind == PACKED) != self.has_packed_keys:

@@ -28,10 +28,7 @@ schedule, by `tuning_key`; both None for the decode kernel."""
 
 def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan | DecodePlan:
     """Return the tuned plan of a dense call, or else the planner's choice.
-
-    Args:
-        pack_gqa: see `plan_dense`.
-    """
+    `pack_gqa` is as in `plan_dense`."""
     tuned = None if pack_gqa else tuned_plans(gpu.name).get(tuning_key(problem, gpu))
     if tuned is None or (pack_gqa is False and tuned[0] is None):
         return plan_dense(problem, gpu, pack_gqa)

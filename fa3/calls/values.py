@@ -64,11 +64,7 @@ def check_readable(what: str, tensor: torch.Tensor) -> None:
 
 def check_scores(values: Mapping[str, Any], scale: float) -> None:
     """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1.
-
-    Args:
-        values: of a call without a cache, by name.
-        scale: the softmax scale.
-    """
+    `values` are of a call without a cache, by name; `scale` is the softmax scale."""
     q, k, (ends_q, ends_k, used_q, used_k) = values["q"], values["k"], lengths_of(values)
     check_readable("scores", q)
     largest = abs(scale)
@@ -103,13 +99,8 @@ def check_lengths(
     integers: Sequence[torch.Tensor | None], totals: tuple[int, int], longest: tuple[int, int]
 ) -> None:
     """Raise unless packed rows suffice and no sequence exceeds its bound.
-
-    Checks what the host sees.
-
-    Args:
-        totals: rows of q and of k.
-        longest: max_seqlen_q and max_seqlen_k.
-    """
+    Checks what the host sees. `totals` are the rows of q and of k, `longest` max_seqlen_q and
+    max_seqlen_k."""
     ends_q, ends_k, used_q, used_k = map(read_back, LENGTHS_OF_PACKED, integers)
     for side, ends, used, total, most in zip(
         "qk", (ends_q, ends_k), (used_q, used_k), totals, longest, strict=True
@@ -217,10 +208,7 @@ def values_on_host(
 
 def check_values(call: AttentionCall, values: dict[str, list | None], query_step: int) -> None:
     """Raise if a sequence is longer than its cache, or points outside of it.
-
-    Args:
-        query_step: 1 if each query has a rotary position of its own, 0 if they share one.
-    """
+    `query_step` is 1 if each query has a rotary position of its own, 0 if they share one."""
     seqlens, counts = values["seqused_k"], values["counts"]
     leftpads, rows = values["leftpad"], values["batch_idx"]
     if seqlens is not None:

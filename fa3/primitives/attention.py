@@ -195,10 +195,7 @@ class Attention:
     @cute.jit
     def rest(self, blocks, k_state, v_state):
         """Blocks from `blocks.end - 2` down; `last` does the last P V.
-
-        Args:
-            blocks: `fa3.scores.masks.Blocks`; `first` has done block `end - 1`.
-        """
+        `blocks` are `fa3.scores.masks.Blocks`; `first` has done block `end - 1`."""
         if cutlass.const_expr(not self.overlaps):
             v_state = self.sum_up(v_state)
         n_block = blocks.end - 1

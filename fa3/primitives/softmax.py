@@ -127,11 +127,8 @@ class OnlineSoftmax:
         self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
     ):
         """Take the references from a tile's first block of scores (rows, columns).
-
-        Args:
-            sees: (r) -> whether row r sees the block's first key; then references are guessed
-                from the first columns. None: they are taken from all columns.
-        """
+        `sees` says of row r whether it sees the block's first key; then references are guessed from
+        the first columns. If it is None, they are taken from all columns."""
         self.row_sum.fill(0.0)
         if cutlass.const_expr(self.reference is RowMax.ZERO):
             self.row_max.fill(0.0)
@@ -274,11 +271,8 @@ class OnlineSoftmax:
         self, row: cute.Tensor, r: cutlass.Constexpr, has_sink: cutlass.Constexpr
     ) -> cutlass.Boolean:
         """Whether the fixed or zero reference of finished row r failed.
-
-        Args:
-            row: this thread's part of the row's output.
-            has_sink: whether a sink has joined the sum; then an output near 0 tells nothing.
-        """
+        `row` is this thread's part of the row's output. If a sink has joined the sum (`has_sink`),
+        an output near 0 tells nothing."""
         row_sum, square = self.row_sum[r], sum_of_squares(row, 1.0)
         # Written so that NaN fails.
         if cutlass.const_expr(has_sink):
@@ -300,10 +294,7 @@ class OnlineSoftmax:
     @cute.jit
     def is_sure(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
         """Whether surely none of this thread's rows failed; a quick test.
-
-        Args:
-            acc: the rows' finished output (rows, columns).
-        """
+        `acc` is the rows' finished output (rows, columns)."""
         first, second = self.row_sum[0], self.row_sum[1]
         fewest = LEAST_OF_ZEROS if has_sink else FEWEST
         is_sure = cute.arch.fmin(first, second) >= fewest and first + second < SURE

@@ -431,12 +431,8 @@ def execute(plan: Plan, values: Mapping[str, Any]) -> None:
 
 def execute_packed(signature: Signature, values: Mapping[str, Any], short_queries: int = 0) -> None:
     """Attend inside of each sequence of CPU tensors.
-
-    Args:
-        values: as `Walker` names them, and the `PackedLengths`. Without cu_seqlens_k, k and v are a
-            cache.
-        short_queries: sequences with so many queries or fewer are left out.
-    """
+    `values` are as `Walker` names them, and the `PackedLengths`. Without cu_seqlens_k, k and v are
+    a cache. Sequences with `short_queries` or fewer are left out."""
     spec, window = signature.spec, signature.window
     walk = Walker(spec, window, values)
     lengths = PackedLengths(*(values[name] for name in PackedLengths._fields))
