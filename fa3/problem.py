@@ -45,15 +45,10 @@ FP8_HEAD_DIM_UNIT = 32
 
 
 class Element(NamedTuple):
-    """What follows from a dtype.
+    """What follows from a dtype."""
 
-    Fields:
-        bytes: of an element.
-        holds_powers: whether it has the range of fp32, as sums and O have.
-    """
-
-    bytes: int
-    holds_powers: bool
+    bytes: int  # of an element
+    holds_powers: bool  # whether it has the range of fp32, as sums and O have
 
 
 ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}

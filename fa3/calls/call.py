@@ -311,11 +311,8 @@ class AttentionCall(
     @property
     def names_by_rows(self) -> tuple[tuple[str, ...], ...]:
         """Tensors that may have another number of rows in each call, by this number.
-
-        Returns:
-            those with the rows of packed q, and with the rows of packed k; those with a row for
-            each packed sequence, and with one more.
-        """
+        Those with the rows of packed q, and with the rows of packed k; those with a row for each
+        packed sequence, and with one more."""
         rows_of_q = ("q", "out") if self.is_packed else ()
         if self.kind != PACKED:
             return rows_of_q, (), (), ()

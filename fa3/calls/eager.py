@@ -33,12 +33,8 @@ LOWEST_ADDRESS = 1 << 33
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a graph records what is done to a tensor now.
-    Then an operator of `fa3.calls.operators` stands for the call.
-
-    Raises:
-        NotImplementedError: it is recorded where no operator can stand, or done to what stands for
-            other tensors, and a launch would be lost.
-    """
+    Then an operator of `fa3.calls.operators` stands for the call. Raises NotImplementedError where
+    no operator can stand, or for what stands for other tensors: a launch would be lost."""
     # torch.compile reads this line itself, and no further.
     return is_dynamo_compiling() or (
         (

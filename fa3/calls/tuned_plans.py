@@ -58,10 +58,7 @@ def tuned_plans(gpu_name: str) -> dict[str, Any]:
 
 def keep_plan(plan: Plan | DecodePlan) -> None:
     """Write a plan as its problem's fastest, for processes that start later.
-
-    Raises:
-        OSError: that is not possible, or others may write to the folder.
-    """
+    Raises OSError if that is not possible, or others may write to the folder."""
     tuned: Any = None, None
     if isinstance(plan, Plan):
         tuned = asdict(plan.config), plan.schedule.name

@@ -43,10 +43,7 @@ def is_visible(value: int | torch.Tensor) -> bool:
 
 def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
     """Return a tensor's values; None if the host must not read them.
-
-    Raises:
-        RuntimeError: it would have to be read back while a CUDA graph is captured.
-    """
+    Raises RuntimeError if it would have to be read back while a CUDA graph is captured."""
     if tensor is None or not is_visible(tensor):
         return None
     check_readable(name, tensor)
@@ -177,13 +174,8 @@ def values_on_host(
     call: AttentionCall, integers: Mapping[str, int | torch.Tensor | None]
 ) -> dict[str, list | None]:
     """Gather the `INTEGERS` that the host can see; None for others.
-
-    Args:
-        integers: the int32 tensors, or a number in place of seqused_k.
-
-    Returns:
-        also `counts`, the tokens that each sequence gets.
-    """
+    `integers` are the int32 tensors, or a number in place of seqused_k. Comes with `counts`, the
+    tokens that each sequence gets."""
     seqlens = integers["seqused_k"]
     # Also in an empty batch, where no sequence has it.
     if isinstance(seqlens, int) and not 0 <= seqlens <= call.capacity:

@@ -192,16 +192,11 @@ def shipped_costs(gpu_name: str) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the planner needs to know of a GPU.
-
-    Fields:
-        num_sms: streaming multiprocessors.
-        l2_bytes: bytes of L2 that the K and V of one section of heads may take.
-    """
+    """What the planner needs to know of a GPU."""
 
     name: str
-    num_sms: int
-    l2_bytes: int
+    num_sms: int  # streaming multiprocessors
+    l2_bytes: int  # bytes of L2 that the K and V of one section of heads may take
 
     @property
     def costs(self) -> Costs:

@@ -458,16 +458,11 @@ def execute_packed(signature: Signature, values: Mapping[str, Any], short_querie
 
 
 def execute_decode(plan: DecodePlan, values: Mapping[str, Any], max_seqlen_k: int) -> None:
-    """Run a plan on CPU tensors.
-
-    Args:
-        values: as `Walker` names them, the `PackedLengths` and `CacheTables`, and seqlen_new, keys
-            that each sequence has in addition to seqused_k. Of packed sequences those are left out
-            that have more queries than the plan has room for. Without cu_seqlens_k, k and v are a
-            cache, which is full without seqused_k. Without cu_seqlens_q, sequences have equally
-            many queries.
-        max_seqlen_k: no sequence has more keys.
-    """
+    """Run a plan on CPU tensors; no sequence has more than `max_seqlen_k` keys.
+    `values` are as `Walker` names them, the `PackedLengths` and `CacheTables`, and seqlen_new, keys
+    that each sequence has in addition to seqused_k. Of packed sequences those are left out that
+    have more queries than the plan has room for. Without cu_seqlens_k, k and v are a cache, which
+    is full without seqused_k. Without cu_seqlens_q, sequences have equally many queries."""
     ends_q, ends_k, used_q, used_k = map(values.get, PackedLengths._fields)
     sizes, queries, keys = plan.sizes, None, None
     batch = sizes.batch if ends_q is None else len(ends_q) - 1

@@ -191,10 +191,7 @@ class RaggedSegments(SplitTiles):
 
 def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:
     """Assign whole tiles: the most rounds whose imbalance the remaining tiles can even out.
-
-    Returns:
-        how many tiles are assigned, the cluster of each, and every cluster's time in blocks.
-    """
+    Returns how many tiles are assigned, the cluster of each, and every cluster's time in blocks."""
     rounds = len(times) // num_clusters
     while rounds > 0:
         whole = rounds * num_clusters
@@ -273,11 +270,8 @@ def fill(
     """Fill one cluster after another up to a level.
 
     Where the room is too small for a part, it takes whole tiles from the end of the order: under
-    a causal mask these are the shortest.
-
-    Returns:
-        The cuts as a flat list; and the time of the tiles left over or, if none are, minus the
-        clusters' unused room.
+    a causal mask these are the shortest. Returns the cuts as a flat list; and the time of the tiles
+    left over or, if none are, minus the clusters' unused room.
     """
     unit, merge = ranges.unit, ranges.merge
     # Parts but the first are there a merge before the level.
@@ -316,10 +310,8 @@ def pack(
 
     Of a tile that does not fit below the level, each part but the last fills a cluster, up to a
     merge before the level unless it merges. Last parts and whole tiles then go to the other
-    clusters, each time the longest that fits.
-
-    Returns:
-        The cuts as a flat list; None if some tiles are left over.
+    clusters, each time the longest that fits. Returns the cuts as a flat list; None if some tiles
+    are left over.
     """
     unit, merge = ranges.unit, ranges.merge
     first_part, later_part = unit + merge, unit + ranges.leave + merge
