@@ -29,7 +29,7 @@ from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.segment_table import SegmentTable, SegmentTableArguments
 from fa3.kernels.tile_table import TileTable, TileTableArguments
-from fa3.running import compiler, counters, graphs
+from fa3.running import compiler, memory
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -88,7 +88,7 @@ class Notes(TorchDispatchMode):
 
     def begin(self, tensors: dict[str, torch.Tensor]) -> None:
         """Begin with a call on these tensors."""
-        counters.BY_STREAM.clear()
+        memory.BY_STREAM.clear()
         self.names = set(tensors)
         self.launches: list[tuple[object, tuple]] = []
         self.counters: list[int] = []
@@ -246,7 +246,7 @@ def noting_launches() -> Iterator[Notes]:
         "stream": contextlib.nullcontext,
         "Stream": lambda device: stream,
     }
-    take, give_back = counters.StreamCounters.take, counters.StreamCounters.give_back
+    take, give_back = memory.StreamCounters.take, memory.StreamCounters.give_back
 
     def take_noted(self, count: int) -> torch.Tensor:
         taken = take(self, count)
@@ -263,15 +263,15 @@ def noting_launches() -> Iterator[Notes]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(graphs, "ThreadPoolExecutor", Here)
-        patch.setattr(counters, "BY_STREAM", {})
-        patch.setattr(counters, "RESERVES", {})
+        patch.setattr(memory, "ThreadPoolExecutor", Here)
+        patch.setattr(memory, "BY_STREAM", {})
+        patch.setattr(memory, "RESERVES", {})
         notes = Notes()
         patch.setattr(compiler, "LOADED", Kernels(notes))
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        patch.setattr(counters.StreamCounters, "take", take_noted)
-        patch.setattr(counters.StreamCounters, "give_back", give_back_noted)
+        patch.setattr(memory.StreamCounters, "take", take_noted)
+        patch.setattr(memory.StreamCounters, "give_back", give_back_noted)
         of_tensor = {
             "device": notes.device_of,
             "is_cuda": lambda tensor: notes.device_of(tensor) == GPU,

@@ -11,7 +11,7 @@ import torch
 
 from fa3.calls.execution import packed_call
 from fa3.calls.prepare import prepare_call
-from fa3.running import counters, graphs
+from fa3.running import memory
 
 Results = TypeVar("Results")
 
@@ -42,8 +42,8 @@ def used_counters() -> list[str]:
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    places = {f"stream {stream:#x}": one for (_, stream), one in list(counters.BY_STREAM.items())}
-    for number, capture in list(graphs.LIVE.items()):
+    places = {f"stream {stream:#x}": one for (_, stream), one in list(memory.BY_STREAM.items())}
+    for number, capture in list(memory.LIVE.items()):
         for stream, one in list(capture.counters.items()):
             places[f"capture {number}, stream {stream:#x}"] = one
     return [

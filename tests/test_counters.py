@@ -9,17 +9,25 @@ import pytest
 import torch
 from gpu_checks import used_counters
 
-from fa3.running import counters, graphs
-from fa3.running.counters import FEWEST, MOST_STREAMS, RESERVE, Reserve, counters_of
-from fa3.running.graphs import PER_THREAD, Capture, Table
+from fa3.running import memory
+from fa3.running.memory import (
+    FEWEST,
+    MOST_STREAMS,
+    PER_THREAD,
+    RESERVE,
+    Capture,
+    Reserve,
+    Table,
+    counters_of,
+)
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def nothing_taken(monkeypatch):
-    monkeypatch.setattr(counters, "BY_STREAM", {})
-    monkeypatch.setattr(counters, "RESERVES", {CPU: Reserve(torch.zeros(RESERVE).int())})
+    monkeypatch.setattr(memory, "BY_STREAM", {})
+    monkeypatch.setattr(memory, "RESERVES", {CPU: Reserve(torch.zeros(RESERVE).int())})
 
 
 def places(tensor: torch.Tensor) -> set[int]:
@@ -61,7 +69,7 @@ def test_every_thread_has_a_default_stream_of_its_own():
 def test_streams_that_come_and_go_are_not_remembered_for_ever():
     for stream in range(10, 10 + 3 * MOST_STREAMS):
         counters_of(CPU, stream, None).give_back(torch.zeros(1))
-    assert len(counters.BY_STREAM) == MOST_STREAMS
+    assert len(memory.BY_STREAM) == MOST_STREAMS
 
 
 def test_captures_share_with_nobody_and_their_launches_with_each_other():
@@ -98,38 +106,38 @@ def test_a_finalizer_may_bring_a_stream_while_others_are_forgotten(monkeypatch):
                 counters_of(CPU, 10**6 + self.disturbances, None)
             return found
 
-    monkeypatch.setattr(counters, "BY_STREAM", Disturbed())
+    monkeypatch.setattr(memory, "BY_STREAM", Disturbed())
     for stream in range(MOST_STREAMS + 10):
         assert counters_of(CPU, stream, None) is counters_of(CPU, stream, None)
-    assert counters.BY_STREAM.disturbances == 0
-    assert len(counters.BY_STREAM) <= MOST_STREAMS
+    assert memory.BY_STREAM.disturbances == 0
+    assert len(memory.BY_STREAM) <= MOST_STREAMS
 
 
 def test_an_empty_reserve_is_not_filled_by_a_graph():
-    counters.RESERVES.clear()
+    memory.RESERVES.clear()
     capture = Capture(0)
     of_capture = counters_of(CPU, 1, capture)
     own = of_capture.take(7)
     assert not own.any() and not capture.keeps(own)
     # It may be memory of the graph's, which torch wants back.
     of_capture.give_back(own)
-    assert not of_capture.free and counters.RESERVES[CPU].free is None
+    assert not of_capture.free and memory.RESERVES[CPU].free is None
 
 
 def test_what_a_graph_used_goes_with_it(monkeypatch):
-    monkeypatch.setattr(graphs, "LIVE", {})
-    libc = graphs.library()
+    monkeypatch.setattr(memory, "LIVE", {})
+    libc = memory.library()
     for number in (1, 2):
-        graphs.LIVE[number] = Capture(libc.calloc(1, graphs.SEMAPHORE_BYTES))
-        graphs.LIVE[number].keep(torch.zeros(1))
-    libc.sem_post(graphs.LIVE[1].gone)
-    graphs.forget_the_gone()
-    assert list(graphs.LIVE) == [2] and not graphs.LIVE[2].is_gone()
+        memory.LIVE[number] = Capture(libc.calloc(1, memory.SEMAPHORE_BYTES))
+        memory.LIVE[number].keep(torch.zeros(1))
+    libc.sem_post(memory.LIVE[1].gone)
+    memory.forget_the_gone()
+    assert list(memory.LIVE) == [2] and not memory.LIVE[2].is_gone()
 
 
 def test_what_is_left_in_counters_is_found(monkeypatch):
     """Of streams and of captures; the tables that a graph keeps are none."""
-    monkeypatch.setattr(graphs, "LIVE", {5: (capture := Capture(0))})
+    monkeypatch.setattr(memory, "LIVE", {5: (capture := Capture(0))})
     of_stream, of_capture = counters_of(CPU, 1, None), counters_of(CPU, 2, capture)
     assert Table(table := torch.arange(9)).on(2, capture) is table and capture.keeps(table)
     for one in (of_stream, of_capture):
@@ -157,7 +165,7 @@ def test_what_another_thread_makes_is_there_for_the_stream_of_this_one(handle, w
         made_on.append(threading.get_ident())
         return torch.zeros(1)
 
-    graphs.made_apart(make, torch.device("cuda"))
+    memory.made_apart(make, torch.device("cuda"))
     assert made_on != [threading.get_ident()] and waited == made_on * waits
 
 
@@ -172,8 +180,8 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(graphs, "idle_stream", lambda device: None)
-    monkeypatch.setattr(graphs, "made_apart", made_apart)
+    monkeypatch.setattr(memory, "idle_stream", lambda device: None)
+    monkeypatch.setattr(memory, "made_apart", made_apart)
     table = Table.upload(np.arange(3), CPU)
     assert table.numbers.tolist() == [0, 1, 2] and makers == [CPU]
 

@@ -27,8 +27,8 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.routes import FORWARD, PACKED, SHARED, SPLIT, PackedSizes, Route, Signature
 from fa3.planning.tilings import choose_config
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.running import counters, graphs
-from fa3.running.counters import StreamCounters
+from fa3.running import memory
+from fa3.running.memory import StreamCounters
 from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
 from fa3.scores.masks import Band
 
@@ -51,13 +51,13 @@ PACKED_VALUES = VALUES | PACKED_VALUES
 @pytest.fixture(autouse=True)
 def stream(monkeypatch) -> StreamCounters:
     """The counters of the stream that calls run on."""
-    monkeypatch.setattr(counters, "BY_STREAM", {})
-    monkeypatch.setattr(counters, "RESERVES", {})
-    monkeypatch.setattr(graphs, "LIVE", {})
+    monkeypatch.setattr(memory, "BY_STREAM", {})
+    monkeypatch.setattr(memory, "RESERVES", {})
+    monkeypatch.setattr(memory, "LIVE", {})
     monkeypatch.setattr(execution, "current_device", lambda: None)
     monkeypatch.setattr(execution, "current_stream", lambda index: 7)
     monkeypatch.setattr(execution, "capture_of", lambda stream: None)
-    return counters.counters_of(Q.device, 7, None)
+    return memory.counters_of(Q.device, 7, None)
 
 
 # --------------------------------------------------------------------------------------- stubs

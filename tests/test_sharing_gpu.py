@@ -16,8 +16,8 @@ from reference import check_attention, check_call
 import fa3
 from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.planning.planner import plan_forward
-from fa3.running import counters, graphs
-from fa3.running.graphs import idle_stream
+from fa3.running import memory
+from fa3.running.memory import idle_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +88,7 @@ def test_nothing_that_stays_is_in_a_memory_pool(seqlens, device):
     problem = make_problem(1, *seqlens, 8, 2, 128, CAUSAL)
     operands = make_operands(problem, device=device)
     forget_prepared_calls()
-    counters.BY_STREAM.clear()
+    memory.BY_STREAM.clear()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         out = fa3.flash_attn_func(*operands, causal=True)
@@ -152,10 +152,10 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
         gc.collect()
         attend(*call)
         sizes.append(torch.cuda.memory_allocated())
-    graphs.forget_the_gone()
-    assert len(graphs.LIVE) <= 2
+    memory.forget_the_gone()
+    assert len(memory.LIVE) <= 2
     # At most one reserve that is being used up beside the first.
-    assert max(sizes) - sizes[0] <= 3 * 4 * counters.RESERVE
+    assert max(sizes) - sizes[0] <= 3 * 4 * memory.RESERVE
 
 
 # --------------------------------------------------------- parts that are merged inside of a launch

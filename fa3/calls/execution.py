@@ -38,8 +38,7 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import REMEMBERED
 from fa3.reference.walker import execute, execute_decode, execute_packed
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import counters_of
-from fa3.running.graphs import Table, capture_of, current_device, current_stream
+from fa3.running.memory import Table, capture_of, counters_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots

@@ -43,7 +43,7 @@ from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.append import HostAppend
 from fa3.running.compiler import load_kernel
-from fa3.running.graphs import idle_stream, is_capturing, made_apart
+from fa3.running.memory import idle_stream, is_capturing, made_apart
 from fa3.settings import check_settings
 
 

@@ -1,6 +1,6 @@
 """Dynamic schedule: free CTAs take the next tile from a queue.
 
-The queue is a counter in device memory (`fa3.running.counters`); the forward kernel walks it, and
+The queue is a counter in device memory (`fa3.running.memory`); the forward kernel walks it, and
 the backward kernel `InOrderQueue`.
 """
 

@@ -1,6 +1,6 @@
 """List schedule: a table from the host assigns tiles to clusters.
 
-Tile times come from the cost model (`TiledProblem.times`); `fa3.running.graphs` uploads the table.
+Tile times come from the cost model (`TiledProblem.times`); `fa3.running.memory` uploads the table.
 `balance` and `columns_of_owners` also serve `fa3.schedules.split`.
 """
 
