@@ -689,7 +689,7 @@ def test_parts_bring_what_is_seen(layout, num_ranks):
             seen = [[] for _ in range(seqlen)]
             for runs in hops:
                 part = KeyPart(Options(Window(*window)), None, False)
-                ranks = [parts_of(*both, part, True) for both in zip(chunks, runs, strict=True)]
+                ranks = [parts_of(*both, part) for both in zip(chunks, runs, strict=True)]
                 exchange = exchange_of(chunks, tuple(wanted for *_, wanted in ranks))
                 keys = moved_alone(exchange, held)
                 for rank, (own, others, _) in enumerate(ranks):

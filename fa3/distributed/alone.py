@@ -15,7 +15,6 @@ from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import Options, check_scale
 from fa3.calls.prepare import prepare_call
-from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 
 FourGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -55,13 +54,10 @@ class KeyPart:
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
 
-    def at(self, window: Window, waits: bool, **changed: Any) -> "KeyPart":
-        """Return this part with another window, and other changes.
-        If rows are on their way while it runs, kernels of others wait for them."""
-        options = self.options._replace(window=window)
-        if waits:
-            options = options._replace(sm_margin=max(options.sm_margin, WAITING_SMS))
-        return replace(self, options=options, **changed)
+    def leaving_sms(self) -> "KeyPart":
+        """Return this part for a hop during which kernels of others wait for rows."""
+        margin = max(self.options.sm_margin, WAITING_SMS)
+        return replace(self, options=self.options._replace(sm_margin=margin))
 
     def moved(self, rows: int, keys: int, document: int) -> "KeyPart":
         """Return the part of a document that has so many rows and keys before it."""

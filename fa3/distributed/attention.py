@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -259,10 +258,10 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     ends = layout.cu_seqlens if asked[0].kind == PACKED else ()
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
     of = RankCall(split, KeyPart(*asked), ends, batch, sizes, described[0].dtype, device)
-    makers: dict[str, Callable[[RankCall], Hops]] = {"gather": gather, "ring": ring}
+    bring_keys = ring if method == "ring" else gather
     if method == "ulysses" or len(groups) > 1:
-        return ulysses(of, groups[1:], makers.get(method))
-    return makers[method](of)
+        return ulysses(of, bring_keys, *groups[1:])
+    return bring_keys(of)
 
 
 def without_rows(value: object) -> object:

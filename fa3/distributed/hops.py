@@ -84,6 +84,14 @@ class Hops:
     keeps: bool = False
     dkv_dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, hops: Sequence[Hop], keeps: bool = False) -> "Hops":
+        """Return hops whose parts leave SMs while rows are under way.
+        With two hops none are while the last one computes, in neither pass."""
+        free = len(hops) - (len(hops) < 3)
+        leaving = [replace(x, parts=tuple(y.leaving_sms() for y in x.parts)) for x in hops[:free]]
+        return cls((*leaving, *hops[free:]), keeps)
+
     def arrivals(
         self, k: Tensor, v: Tensor, step: int, kept: Sequence[Tensor] = ()
     ) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
@@ -211,7 +219,7 @@ def gather(call: RankCall) -> Hops:
     if call.ends:
         return packed_gather(call)
     rows = call.split.rows
-    return Hops(hops_of(call, [((range(sum(rows)),),) * len(rows)], keeps(call)), keeps(call))
+    return Hops.of(hops_of(call, [((range(sum(rows)),),) * len(rows)], keeps(call)), keeps(call))
 
 
 def ring(call: RankCall) -> Hops:
@@ -224,8 +232,8 @@ def ring(call: RankCall) -> Hops:
     if window.left < 0 and window.right <= 0:
         # A rank's chunks are in order, so a causal mask is right inside of them.
         rows = slice(0, split.rows[split.rank])
-        first = Hop((part.at(window, True, rows=rows, keys=rows),))
-    return Hops((first, *others))
+        first = Hop((replace(part, rows=rows, keys=rows),))
+    return Hops.of((first, *others))
 
 
 def packed_gather(call: RankCall) -> Hops:
@@ -243,7 +251,7 @@ def packed_gather(call: RankCall) -> Hops:
             whole.append(shares[rank])
             numbers.append(number)
         else:
-            of = [parts_of(held, (document,), one_by_one, False) for held in chunks]
+            of = [parts_of(held, (document,), one_by_one) for held in chunks]
             mine, parts, (arriving,) = of[rank]
             own += [x.moved(rows, rows, number) for x in mine if shares[rank]]
             others += [x.moved(rows, keys, number) for x in parts]
@@ -254,14 +262,13 @@ def packed_gather(call: RankCall) -> Hops:
     at = slice(0, sum(whole))
     if at.stop or not rows:  # a rank without rows has an empty part
         lengths = packed_lengths(call.device, whole, whole)
-        named = {"lengths": lengths, "documents": tuple(numbers), "is_alone": True}
-        packed = part.at(part.options.window, any(wanted), rows=at, keys=at, **named)
-        own.insert(0, packed)
+        named: Any = {"lengths": lengths, "documents": tuple(numbers), "is_alone": True}
+        own.insert(0, replace(part, rows=at, keys=at, **named))
     hops = [Hop(tuple(own))]
     if any(map(len, chain(*wanted))):
         exchange = exchange_of(split.chunks, tuple(map(tuple, wanted)))
         hops.append(hop_of(call, others, exchange, 0, keeps(call)))
-    return Hops(tuple(hops), keeps(call))
+    return Hops.of(hops, keeps(call))
 
 
 def whole_of(chunks: Sequence[range]) -> range:
@@ -281,8 +288,7 @@ def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop
     chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
     for i, seen in enumerate(steps):
         rank_parts = [
-            parts_of(held, keys, call.part, len(steps) > 1)
-            for held, keys in zip(chunks, seen, strict=True)
+            parts_of(held, keys, call.part) for held, keys in zip(chunks, seen, strict=True)
         ]
         mine, parts, _ = rank_parts[call.split.rank]
         own += mine
@@ -321,7 +327,7 @@ def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Wind
 
 
 def parts_of(
-    held: tuple[range, ...], key_runs: tuple[range, ...], part: KeyPart, waits: bool
+    held: tuple[range, ...], key_runs: tuple[range, ...], part: KeyPart
 ) -> tuple[list[KeyPart], list[KeyPart], tuple[range, ...]]:
     """Return a rank's parts with its own keys, others, and keys that come.
     The rank has these chunks and sees these runs of keys."""
@@ -333,8 +339,9 @@ def parts_of(
             rows, keys, window = seen_by(run, key_run, part.options.window)
             sees_itself = key_run.start <= run.start and run.stop <= key_run.stop
             if keys or sees_itself:
-                at, named = placed(keys, runs), {"rows": placed(rows, runs), "keys": None}
-                one = part.at(window, waits or bool(at), **named, merges=not sees_itself)
+                options, at = part.options._replace(window=window), placed(keys, runs)
+                named: Any = {"rows": placed(rows, runs), "merges": not sees_itself}
+                one = replace(part, options=options, **named)
                 if at:
                     own.append(replace(one, keys=at))
                 else:

@@ -4,18 +4,17 @@ Source: Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fa3.distributed.alone import FourGradients, packed_lengths
+from fa3.distributed.alone import FourGradients
 from fa3.distributed.exchange import RankCall, Split, ranked_places
-from fa3.distributed.hops import Hop, Hops, whole_of
+from fa3.distributed.hops import Hops, whole_of
 from fa3.distributed.transfer import Transfer, everything_of, exchange_of, together
 
 
@@ -80,16 +79,14 @@ class Ulysses:
 
 
 def ulysses(
-    call: RankCall,
-    groups: Sequence[dist.ProcessGroup] = (),
-    outside: Callable[[RankCall], Hops] | None = None,
+    call: RankCall, bring_keys: Callable[[RankCall], Hops], *groups: dist.ProcessGroup
 ) -> Ulysses:
     """Return what computes a call by Ulysses.
     With two groups, ranks of the second one exchange heads. Gather or ring brings keys over the
     ranks of the first one."""
-    split, ends = call.split, call.ends
+    split = call.split
     (heads, columns), (heads_kv, _), (_, columns_v) = call.sizes
-    group = groups[1] if groups else split.group
+    outside, group = groups or (split.group, split.group)
     count, rank = group.size(), group.rank()
     # Chunks of neighbouring ranks are neighbours. These are of all ranks that exchange heads.
     groups_of_chunks = [split.chunks[i : i + count] for i in range(0, len(split.rows), count)]
@@ -98,7 +95,7 @@ def ulysses(
     mine = Split(split.chunks[near], group, rank, split.rows[near])
     copies = math.lcm(heads_kv, count) // heads_kv
     wanted = (together(wholes[number]),) * count
-    there = everything_of(mine.rows) if ends else exchange_of(mine.chunks, wanted)
+    there = everything_of(mine.rows) if call.ends else exchange_of(mine.chunks, wanted)
     dkv_dtype = torch.float32 if copies > 1 else call.dtype
     heads, heads_kv = heads // count, heads_kv * copies // count
 
@@ -114,22 +111,13 @@ def ulysses(
     to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(dkv_dtype)}
     here, back = call._replace(split=mine), there.back(mine.rows)
     # Documents come by ranks, with few copies, and are put in order then.
-    in_order = wholes[number] if outside else (range(sum(mine.rows)),)
-    order = ranked_places(mine.chunks, in_order, call.device) if ends else None
+    order = ranked_places(mine.chunks, wholes[number], call.device) if call.ends else None
     by_rank = None if order is None else order.argsort()
     how = (0, False, "split", None, order), (1, True, "join", by_rank)
     transfers = {name: here.transfer(there, kind, *how[0]) for name, kind in to_heads.items()}
     transfers |= {name: here.transfer(back, kind, *how[1]) for name, kind in to_rows.items()}
-    if outside is not None:
-        rows = tuple(sum(map(len, x)) for x in wholes)
-        sizes = tuple(x[:2] for x in kinds(dkv_dtype))
-        grouped = Split(wholes, groups[0], number, rows)
-        inside = outside(call._replace(split=grouped, sizes=sizes))
-    else:
-        rows = tuple(end - begin for begin, end in pairwise(ends))
-        lengths = packed_lengths(call.device, rows, rows) if ends else None
-        every = slice(0, sum(mine.rows))
-        inside = Hops((Hop((replace(call.part, rows=every, keys=every, lengths=lengths),)),))
-    is_shared = transfers["qkv"].in_shared_memory and not ends
+    rows, sizes = tuple(sum(map(len, x)) for x in wholes), tuple(x[:2] for x in kinds(dkv_dtype))
+    inside = bring_keys(call._replace(split=Split(wholes, outside, number, rows), sizes=sizes))
+    is_shared = transfers["qkv"].in_shared_memory and not call.ends
     is_shared = is_shared and call.part.options.has_gradient
     return Ulysses(count, rank, replace(inside, dkv_dtype=dkv_dtype), copies, transfers, is_shared)
