@@ -168,15 +168,10 @@ def describe(
 ) -> Operand:
     """Check what may change from call to call, and describe the rest.
 
-    Args:
-        alignment: bytes; 1 for a tensor that kernels read number by number.
-        has_backward: whether the tensor may require grad.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it requires grad, or begins at another address than a multiple of `alignment`,
-            or numbers are to be read that a lazy negation has not changed yet.
-        NotImplementedError: it lies nowhere, or has a tangent.
+    `alignment` is in bytes, 1 for a tensor that kernels read number by number. With `has_backward`
+    the tensor may require grad. Raises TypeError for what is no tensor. Raises ValueError if it
+    requires grad, begins at another address than a multiple of `alignment`, or is to be read by
+    number and lazily negated. Raises NotImplementedError if it lies nowhere, or has a tangent.
     """
     try:
         if isinstance(tensor, torch.Tensor) and (has_backward or not tensor.requires_grad):
@@ -273,11 +268,9 @@ def check_of_addresses(
 ) -> CheckOfAddresses:
     """Return a check that written tensors share no memory with others.
 
-    Args:
-        names: of the call's tensors.
-        operands: what they are; None where there is none.
-        written: names of those that are written, if there are any.
-        growing_names: names of those with another number of rows in each call, by this number.
+    `operands` are the tensors of these names, None where there is none, and `written` the names of
+    those that are written. `growing_names` have another number of rows in each call, and are grouped
+    by that number.
     """
     present = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
     named, placed = list(present), list(present.values())

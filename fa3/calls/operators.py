@@ -115,13 +115,9 @@ APPEND_OPTIONS = (
 
 
 class Operator:
-    """An operator of the namespace `fa3`.
-
-    Args:
-        arguments: as torch writes them, but options with a default come last.
-        num_results: tensors that it returns.
-        fake: takes fake tensors by name, and makes results like a call's.
-    """
+    """An operator of the namespace `fa3`, which returns so many tensors.
+    `arguments` are as torch writes them, but options with a default come last. `fake` takes fake
+    tensors by name, and makes results like a call's."""
 
     def __init__(self, name: str, arguments: str, num_results: int, fake: Callable) -> None:
         self.name = f"fa3::{name}"

@@ -32,37 +32,28 @@ Rows for which that fails are computed again."""
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Tiling of the forward kernel.
+    """Tiling of the forward kernel."""
 
-    Fields:
-        tile_m: query rows of a CTA's tile, 64 for each consumer warpgroup.
-        tile_n: keys of a block.
-        q_stages: Q tiles in shared memory; with two, the next tile's Q is loaded early.
-        kv_stages: blocks of K, and of V, in shared memory.
-        cluster_m: CTAs along M that share K and V by multicast (1 or 2).
-        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it
-            divides the query heads of a key/value head. They walk the same key blocks, even under
-            a mask.
-        fixed_reference: whether the softmax subtracts a fixed number instead of the running
-            maximum: the maximum of a row's first block of visible keys, or 0 if scores are
-            bounded (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked;
-            a second launch with the config `recompute` computes them.
-        own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
-            next Q is loaded only after O has been stored; in FP8, each thread stores its rows of O.
-        converted_stages: blocks that warps make of loaded ones, of which there are `kv_stages`: of
-            V^T in FP8, of K and of V from an FP8 cache. 0 without such warps.
-        one_level: in FP8, whether the WGMMAs add P V to O, with fewer bits than two levels of sums.
-    """
-
-    tile_m: int
-    tile_n: int
-    q_stages: int = 1
-    kv_stages: int = 2
-    cluster_m: int = 1
+    tile_m: int  # query rows of a CTA's tile, 64 for each consumer warpgroup
+    tile_n: int  # keys of a block
+    q_stages: int = 1  # Q tiles in shared memory; with two, the next tile's Q is loaded early
+    kv_stages: int = 2  # blocks of K, and of V, in shared memory
+    cluster_m: int = 1  # CTAs along M that share K and V by multicast (1 or 2)
+    # Whether O has its own shared memory. If not, O is staged in Q's buffer, and the next Q is
+    # loaded only after O has been stored; in FP8, each thread stores its rows of O.
     own_o: bool = True
+    # CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it divides the
+    # query heads of a key/value head. They walk the same key blocks, even under a mask.
     cluster_h: int = 1
+    # Whether the softmax subtracts a fixed number instead of the running maximum: the maximum of a
+    # row's first block of visible keys, or 0 if scores are bounded
+    # (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked; a second launch with
+    # the config `recompute` computes them.
     fixed_reference: bool = False
+    # Blocks that warps make of loaded ones, of which there are `kv_stages`: of V^T in FP8, of K and
+    # of V from an FP8 cache. 0 without such warps.
     converted_stages: int = 0
+    # In FP8, whether the WGMMAs add P V to O, with fewer bits than two levels of sums.
     one_level: bool = False
 
     @property
