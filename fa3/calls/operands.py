@@ -269,8 +269,8 @@ def check_of_addresses(
     """Return a check that written tensors share no memory with others.
 
     `operands` are the tensors of these names, None where there is none, and `written` the names of
-    those that are written. `growing_names` have another number of rows in each call, and are grouped
-    by that number.
+    those that are written. `growing_names` have another number of rows in each call; they are
+    grouped by that number.
     """
     present = {name: one for name, one in zip(names, operands, strict=True) if one is not None}
     named, placed = list(present), list(present.values())
