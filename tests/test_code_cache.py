@@ -60,8 +60,8 @@ def kept(folder: Path) -> Path:
 def is_stored(make: Maker, key: str = "a kernel") -> bool:
     """Whether fetching an object twice makes it once at most."""
     make.count = 0
-    assert code_cache.fetch(key, make) == OBJECT
-    assert code_cache.fetch(key, make) == OBJECT
+    assert code_cache.load_or_make(key, make) == OBJECT
+    assert code_cache.load_or_make(key, make) == OBJECT
     return make.count < 2
 
 
@@ -83,7 +83,7 @@ def read_only(folder: Path, monkeypatch):
 
 def test_an_object_is_made_once_for_each_key(folder, make):
     for key in ("a", "b", "a", "b"):
-        assert code_cache.fetch(key, make) == OBJECT
+        assert code_cache.load_or_make(key, make) == OBJECT
     assert make.count == 2
     assert len(list(folder.glob("*.o"))) == 2
 
@@ -99,22 +99,22 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_made_again(folder, make, damage):
-    code_cache.fetch("a kernel", make)
+    code_cache.load_or_make("a kernel", make)
     path = kept(folder)
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
-    assert code_cache.fetch("a kernel", make) == OBJECT
+    assert code_cache.load_or_make("a kernel", make) == OBJECT
     assert (make.count, path.read_bytes()) == (2, whole)
 
 
 def test_an_object_counts_under_its_own_name_only(folder, make):
-    code_cache.fetch("a kernel", make)
-    code_cache.fetch("another kernel", lambda: b"another object")
+    code_cache.load_or_make("a kernel", make)
+    code_cache.load_or_make("another kernel", lambda: b"another object")
     one, other = folder.glob("*.o")
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
-    assert code_cache.fetch("another kernel", lambda: b"made again") == b"made again"
+    assert code_cache.load_or_make("another kernel", lambda: b"made again") == b"made again"
     assert is_stored(make) and make.count == 1
 
 
@@ -136,7 +136,7 @@ def test_a_full_disk_costs_a_warning(folder, make):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
         with pytest.warns(RuntimeWarning, match="File too large"):
-            code = code_cache.fetch("a kernel", make)
+            code = code_cache.load_or_make("a kernel", make)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == OBJECT
@@ -145,15 +145,15 @@ def test_a_full_disk_costs_a_warning(folder, make):
 
 def test_a_folder_that_cannot_be_written_is_read(folder, make, monkeypatch):
     """As an image's that root has filled: no lock, no note of the use, no warning."""
-    code_cache.fetch("a kernel", make)
+    code_cache.load_or_make("a kernel", make)
     for path in folder.glob("*.lock"):
         path.unlink()
     path, now = code_cache.path_of("a kernel"), time.time()
     os.utime(path, (now - 86400,) * 2)
-    monkeypatch.setattr(code_cache, "exclusive", lambda path: pytest.fail("takes a lock"))
+    monkeypatch.setattr(code_cache, "object_lock", lambda path: pytest.fail("takes a lock"))
     with read_only(folder, monkeypatch):
-        assert code_cache.fetch("a kernel", make) == OBJECT
-        assert code_cache.holds("a kernel") and not code_cache.holds("another")
+        assert code_cache.load_or_make("a kernel", make) == OBJECT
+        assert code_cache.has_object("a kernel") and not code_cache.has_object("another")
     assert make.count == 1 and path.stat().st_mtime < now - 80000
 
 
@@ -211,23 +211,23 @@ def test_objects_of_sources_that_have_changed_are_not_kept(folder, make, tmp_pat
     package = shutil.copytree(Path(code_cache.__file__).parents[1], tmp_path / "fa3")
     (package / "scores" / ".#masks.py").symlink_to("nowhere")
     old, new = (runpy.run_path(str(package / "running" / "code_cache.py")) for _ in range(2))
-    assert old["fetch"]("a kernel", make) == new["fetch"]("a kernel", make) == OBJECT
+    assert old["load_or_make"]("a kernel", make) == new["load_or_make"]("a kernel", make) == OBJECT
     assert make.count == 1
     masks = package / "scores" / "masks.py"
     text = masks.read_text()
     for content in (text + "# edited\n", text):
         masks.write_text(content)
         with pytest.warns(RuntimeWarning, match="sources have changed"):
-            assert old["fetch"]("another kernel", make) == OBJECT
+            assert old["load_or_make"]("another kernel", make) == OBJECT
         old["warn"].cache_clear()
         assert len(list(folder.glob("*.o"))) == 1
-        assert old["fetch"]("a kernel", lambda: b"not asked for") == OBJECT
+        assert old["load_or_make"]("a kernel", lambda: b"not asked for") == OBJECT
     masks.write_text(text + "# edited\n")
     new = runpy.run_path(str(package / "running" / "code_cache.py"))
-    assert new["fetch"]("a kernel", lambda: b"of new sources") == b"of new sources"
+    assert new["load_or_make"]("a kernel", lambda: b"of new sources") == b"of new sources"
     masks.rename(masks.with_name("masks_2.py"))
     new = runpy.run_path(str(package / "running" / "code_cache.py"))
-    assert new["fetch"]("a kernel", lambda: b"of other names") == b"of other names"
+    assert new["load_or_make"]("a kernel", lambda: b"of other names") == b"of other names"
 
 
 def test_nothing_is_kept_without_sources(make, monkeypatch):
@@ -243,7 +243,7 @@ def test_sources_are_read_before_anything_else_is_imported():
 
 PROCESS = """
 import runpy, sys, time
-fetch = runpy.run_path(sys.argv[1])["fetch"]
+load_or_make = runpy.run_path(sys.argv[1])["load_or_make"]
 
 def make():
     print("made", flush=True)
@@ -251,7 +251,7 @@ def make():
     return b"an object"
 
 for key in ("a", "b"):
-    assert fetch(key, make) == b"an object"
+    assert load_or_make(key, make) == b"an object"
 """
 
 
@@ -269,7 +269,7 @@ def test_the_lock_of_a_process_that_died_is_free(folder, make):
         assert process.stdout.readline() == "made\n"
         process.send_signal(signal.SIGKILL)
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
-    assert code_cache.fetch("a", make) == OBJECT
+    assert code_cache.load_or_make("a", make) == OBJECT
 
 
 def test_a_lock_is_not_made_where_a_link_leads(folder, make):

@@ -99,7 +99,7 @@ def test_info_without_a_folder_for_the_cache(monkeypatch, capsys):
 def test_info_counts_kernels_and_says_why_a_folder_is_not_used(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
     for key in "012":
-        code_cache.fetch(key, lambda: bytes(100_000))
+        code_cache.load_or_make(key, lambda: bytes(100_000))
     main(["info"])
     assert f"cache     {tmp_path}, 3 kernels, 0.3 MB\n" in capsys.readouterr().out
     tmp_path.chmod(0o777)

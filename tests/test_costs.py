@@ -15,7 +15,7 @@ from score_problems import RelativeBias
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H100, H200, Gpu, Rule, TileCosts, TileKey, shipped_costs
 from fa3.planning.explanation import Candidate
-from fa3.planning.planner import LEAST_MARGIN, candidates, choose, plan_forward
+from fa3.planning.planner import LEAST_MARGIN, candidates, choose_candidate, plan_forward
 from fa3.planning.prediction import Load, loads_of_whole_tiles, times_of
 from fa3.planning.tilings import TiledProblem, alternatives, choose_config, configs
 from fa3.problem import Window
@@ -178,11 +178,11 @@ def test_the_table_s_choice_gives_way_to_clear_gains_only():
         candidate(100 / (1 + LEAST_MARGIN) + 0.1, "static"),
         candidate(100 / (1 + LEAST_MARGIN) - 0.1, "single"),
     )
-    assert choose([table, near]) is table
-    assert choose([table, near, far]) is far
-    assert choose([table, candidate(150, "static")]) is table
-    assert choose([table, far._replace(measured=False)]) is table
-    assert choose([candidate(5, "list"), candidate(4.6, "static")]).schedule == "list"
+    assert choose_candidate([table, near]) is table
+    assert choose_candidate([table, near, far]) is far
+    assert choose_candidate([table, candidate(150, "static")]) is table
+    assert choose_candidate([table, far._replace(measured=False)]) is table
+    assert choose_candidate([candidate(5, "list"), candidate(4.6, "static")]).schedule == "list"
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL])

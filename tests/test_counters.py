@@ -126,12 +126,12 @@ def test_an_empty_reserve_is_not_filled_by_a_graph():
 
 def test_what_a_graph_used_goes_with_it(monkeypatch):
     monkeypatch.setattr(memory, "LIVE", {})
-    libc = memory.library()
+    libc = memory.c_library()
     for number in (1, 2):
         memory.LIVE[number] = Capture(libc.calloc(1, memory.SEMAPHORE_BYTES))
         memory.LIVE[number].keep(torch.zeros(1))
     libc.sem_post(memory.LIVE[1].gone)
-    memory.forget_the_gone()
+    memory.free_ended_graphs()
     assert list(memory.LIVE) == [2] and not memory.LIVE[2].is_gone()
 
 
@@ -165,7 +165,7 @@ def test_what_another_thread_makes_is_there_for_the_stream_of_this_one(handle, w
         made_on.append(threading.get_ident())
         return torch.zeros(1)
 
-    memory.made_apart(make, torch.device("cuda"))
+    memory.make_in_thread(make, torch.device("cuda"))
     assert made_on != [threading.get_ident()] and waited == made_on * waits
 
 
@@ -181,7 +181,7 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(memory, "idle_stream", lambda device: None)
-    monkeypatch.setattr(memory, "made_apart", made_apart)
+    monkeypatch.setattr(memory, "make_in_thread", made_apart)
     table = Table.upload(np.arange(3), CPU)
     assert table.numbers.tolist() == [0, 1, 2] and makers == [CPU]
 

@@ -44,7 +44,7 @@ from fa3.reference.append import HostAppend
 from fa3.running.compiler import key_of
 from fa3.scores.masks import Band
 from fa3.tools import warmup
-from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS, Model, sliding
+from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS, Model, causal_window
 
 PAGE_SIZE = 64
 
@@ -60,7 +60,7 @@ MODELS = {
     **PRESETS,
     "both sides": Model(16, 4, 64, 64, windows=(Window(127, 128),)),
     "all keys": Model(8, 8, 64, 128, windows=(Window(),)),
-    "sliding, MQA": Model(8, 1, 256, 256, windows=(sliding(512),), softcap=30.0),
+    "sliding, MQA": Model(8, 1, 256, 256, windows=(causal_window(512),), softcap=30.0),
     "FP8": Model(16, 4, 128, 128, "float8_e4m3fn", has_fp8_cache=True),
 }
 

@@ -15,7 +15,7 @@ import fa3
 from fa3.calls.quantize import means_of
 from fa3.kernels.quantize import LEAST_SCALE, Quantize, mixed_columns
 from fa3.problem import Window
-from fa3.reference.quantize import rotated
+from fa3.reference.quantize import rotate_rows
 from fa3.running import compiler
 
 E4M3 = torch.float8_e4m3fn
@@ -66,11 +66,11 @@ def test_rounds_with_the_largest_magnitude(dtype, heads):
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 160, 192, 224, 256])
 def test_rotation_keeps_products(columns):
     rows = torch.randn(2, 7, columns, generator=torch.Generator().manual_seed(1)).double()
-    turned = rotated(rows) * mixed_columns(columns) ** -0.5
+    turned = rotate_rows(rows) * mixed_columns(columns) ** -0.5
     torch.testing.assert_close(turned @ turned.mT, rows @ rows.mT)
     one = torch.eye(columns, dtype=torch.float64)[0]
     # One outlier is spread over a block.
-    assert (rotated(one).abs() == (torch.arange(columns) < mixed_columns(columns))).all()
+    assert (rotate_rows(one).abs() == (torch.arange(columns) < mixed_columns(columns))).all()
 
 
 @pytest.mark.parametrize("head_dim", [96, 128])

@@ -11,7 +11,7 @@ from kvcache_problems import CacheProblem, make_call
 from reference import check_call
 
 import fa3
-from fa3.calls.operands import Operand, overlaps_itself, share
+from fa3.calls.operands import Operand, overlaps_itself, share_bytes
 
 HEADS, DIM = 4, 64
 
@@ -231,7 +231,7 @@ def test_whatever_is_shared_is_found():
         # From just before they meet until they have met.
         distance = draw.randint(-second.bytes - 1, first.bytes + 1)
         are_shared = any(byte + distance in mine for byte in theirs)
-        assert share(first, second, distance) >= are_shared, (first, second, distance)
+        assert share_bytes(first, second, distance) >= are_shared, (first, second, distance)
 
 
 def test_views_of_one_buffer_are_told_apart():
@@ -250,7 +250,7 @@ def test_views_of_one_buffer_are_told_apart():
             begins.append(2 * sum(i * s for i, s in zip(begin, strides, strict=True)))
         distance = begins[1] - begins[0]
         theirs = {byte + distance for byte in bytes_of(views[1])}
-        assert share(*views, distance) == bool(bytes_of(views[0]) & theirs), (views, distance)
+        assert share_bytes(*views, distance) == bool(bytes_of(views[0]) & theirs), (views, distance)
 
 
 def test_elements_in_the_same_place():
@@ -278,10 +278,10 @@ def test_slots_of_real_buffers_are_told_apart(distance, stride):
     """Of a size at which nothing could be counted element by element."""
     cache = laid_out((PAGES, PAGE, NUM_HEADS, HEAD_DIM), stride, 2)
     assert not overlaps_itself(cache)
-    assert not share(cache, cache, 2 * distance)
-    assert share(cache, cache, 2 * (distance - 1)) and share(cache, cache, 2 * (distance + 1))
+    assert not share_bytes(cache, cache, 2 * distance)
+    assert all(share_bytes(cache, cache, 2 * (distance + step)) for step in (-1, 1))
     # A page of another cache, as one that is appended to could be taken for.
-    assert share(
+    assert share_bytes(
         cache,
         laid_out((1, PAGE, NUM_HEADS, HEAD_DIM), (1, ROW, HEAD_DIM, 1), 2),
         4 * PAGE * ROW,
@@ -294,4 +294,4 @@ def test_keys_and_values_of_other_sizes_share_an_allocation():
     keys = laid_out((PAGES, PAGE, NUM_HEADS, key_dim), (page, NUM_HEADS * key_dim, key_dim, 1), 2)
     values = laid_out((PAGES, PAGE, NUM_HEADS, HEAD_DIM), (page, ROW, HEAD_DIM, 1), 2)
     for wrong in (-1, 0, 1):
-        assert share(keys, values, 2 * (PAGE * NUM_HEADS * key_dim + wrong)) == (wrong != 0)
+        assert share_bytes(keys, values, 2 * (PAGE * NUM_HEADS * key_dim + wrong)) == (wrong != 0)

@@ -152,7 +152,7 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
         gc.collect()
         attend(*call)
         sizes.append(torch.cuda.memory_allocated())
-    memory.forget_the_gone()
+    memory.free_ended_graphs()
     assert len(memory.LIVE) <= 2
     # At most one reserve that is being used up beside the first.
     assert max(sizes) - sizes[0] <= 3 * 4 * memory.RESERVE

@@ -202,7 +202,7 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
 SPOILT = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:100]),
     "of another GPU": lambda path: path.write_bytes(
-        code_cache.sealed(plans_path("NVIDIA H100 80GB HBM3"), b"{}")
+        code_cache.with_digest(plans_path("NVIDIA H100 80GB HBM3"), b"{}")
     ),
 }
 

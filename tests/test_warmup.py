@@ -41,7 +41,7 @@ from fa3.scores.templates import Template
 from fa3.tools import compile_pool
 from fa3.tools import warmup as module
 from fa3.tools.compile_pool import compile_all
-from fa3.tools.models import CALLS, CAUSAL, MOST_HEADS, PRESETS, Model, preset_of, sliding
+from fa3.tools.models import CALLS, CAUSAL, MOST_HEADS, PRESETS, Model, causal_window, preset_of
 
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
 
@@ -96,7 +96,7 @@ def test_each_kind_of_calls_has_its_kernels(call, kinds, few_sizes):
 def test_presets_are_models_that_can_be_run():
     for model in PRESETS.values():
         model.check()
-    assert PRESETS["mistral-7b"].windows == (Window(4095, 0),) == (sliding(4096),)
+    assert PRESETS["mistral-7b"].windows == (Window(4095, 0),) == (causal_window(4096),)
 
 
 SIZES = {"heads": (2, 2), "head_dim": 64}
@@ -367,11 +367,11 @@ BERT = {"model_type": "bert", "num_attention_heads": 12, "hidden_size": 768}
         (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, PRESETS["llama3-8b"]),
         (
             LLAMA | {"sliding_window": 4096},
-            replace(PRESETS["llama3-8b"], windows=(sliding(4096), CAUSAL)),
+            replace(PRESETS["llama3-8b"], windows=(causal_window(4096), CAUSAL)),
         ),
         (
             LLAMA | {"sliding_window": 9, "layer_types": ["linear_attention", "sliding_attention"]},
-            replace(PRESETS["llama3-8b"], windows=(sliding(9),)),
+            replace(PRESETS["llama3-8b"], windows=(causal_window(9),)),
         ),
     ],
 )

@@ -41,8 +41,8 @@ from fa3.calls.options import (
     Options,
     by_either_name,
     check_scale,
+    default_pack_gqa,
     integer,
-    open_if_unshared,
     options_of,
     real,
 )
@@ -288,7 +288,7 @@ def flash_attn_varlen_func(
         check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state)
         kind = PAGED
     if pack_gqa is not None:
-        pack_gqa = open_if_unshared(pack_gqa, q, k)
+        pack_gqa = default_pack_gqa(pack_gqa, q, k)
     values = NO_VALUES.copy()
     values["q"], values["k"], values["v"], values["out"] = q, k, v, out
     values["cu_seqlens_q"], values["cu_seqlens_k"] = cu_seqlens_q, cu_seqlens_k
@@ -454,7 +454,7 @@ def flash_attn_with_kvcache(
     elif cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k: where it is appended")
     if pack_gqa is not None:
-        pack_gqa = open_if_unshared(pack_gqa, q, k_cache)
+        pack_gqa = default_pack_gqa(pack_gqa, q, k_cache)
     values = NO_VALUES.copy()
     if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
         values["seqused_k"] = cache_seqlens

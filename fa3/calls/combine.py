@@ -14,7 +14,7 @@ from fa3.calls.operators import trace_combine
 from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
-from fa3.reference.walker import merge
+from fa3.reference.walker import merge_outputs
 from fa3.running.compiler import load_kernel
 from fa3.settings import check_settings
 
@@ -82,7 +82,7 @@ def flash_attn_combine(
         )
         kernel(*arguments)
     else:
-        merged, merged_lse = merge(list(zip(out_partial, lse_partial, strict=True)))
+        merged, merged_lse = merge_outputs(list(zip(out_partial, lse_partial, strict=True)))
         out.copy_(merged)
         lse.copy_(merged_lse.transpose(1, 2))
     return out, lse.transpose(1, 2)

@@ -93,9 +93,9 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
     except (RuntimeError, TypeError) as error:
         # What stands for an address under torch.compile compares with nothing. Asking only here
         # costs other calls no time.
-        raise cannot_be_traced() if is_dynamo_compiling() else lies_nowhere(name, tensor) from error
+        raise cannot_be_traced() if is_dynamo_compiling() else no_memory(name, tensor) from error
     if is_low and is_offset(tensor, address):
-        raise lies_nowhere(name, tensor)
+        raise no_memory(name, tensor)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(
             f"{name} carries a forward-mode tangent, which is not supported: pass "
@@ -111,7 +111,7 @@ def is_offset(tensor: torch.Tensor, address: int) -> bool:
     return address == tensor.storage_offset() * tensor.element_size()
 
 
-def lies_nowhere(name: str, tensor: torch.Tensor) -> NotImplementedError:
+def no_memory(name: str, tensor: torch.Tensor) -> NotImplementedError:
     # A collective that is under way has the first, a DTensor the second.
     ways = [way for way in ("wait", "to_local") if callable(getattr(tensor, way, None))]
     advice = f". Pass what its .{ways[0]}() returns" if ways else ""
@@ -153,6 +153,6 @@ def is_collective(tensor: torch.Tensor) -> bool:
 def check_resolved(name: str, tensor: torch.Tensor) -> None:
     """Raise unless memory holds the tensor itself: strided, not lazily negated."""
     if tensor.is_nested:
-        raise lies_nowhere(name, tensor)
+        raise no_memory(name, tensor)
     if tensor.is_neg():
         raise ValueError(f"{name} is a lazily negated view: pass {name}.resolve_neg()")

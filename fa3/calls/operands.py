@@ -16,7 +16,7 @@ from fa3.calls.eager import (
     address_of,
     check_resolved,
     check_undifferentiated,
-    lies_nowhere,
+    no_memory,
 )
 from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
@@ -204,7 +204,7 @@ def describe_rare(name: str, tensor: torch.Tensor, alignment: int, has_backward:
         return operand_of(tensor)
     except RuntimeError as error:
         # Nested tensors have an address, but no strides.
-        raise lies_nowhere(name, tensor) from error
+        raise no_memory(name, tensor) from error
 
 
 def operand_of(tensor: torch.Tensor) -> Operand:
@@ -237,7 +237,7 @@ def overlaps_itself(operand: Operand) -> bool:
 
 # A call's buffers lie the same way again and again.
 @functools.lru_cache(maxsize=REMEMBERED)
-def share(first: Operand, second: Operand, distance: int) -> bool:
+def share_bytes(first: Operand, second: Operand, distance: int) -> bool:
     """Whether two tensors may share a byte; `second` begins `distance` bytes after `first`.
 
     Byte ranges that do not meet share nothing. Where they meet, both tensors may step through one
@@ -302,7 +302,7 @@ def check_of_addresses(
                     if place in growing else placed[place]
                     for place in (i, j)
                 )  # fmt: skip
-                if share(one, other, distance):
+                if share_bytes(one, other, distance):
                     raise ValueError(
                         f"{named[i]} must not overlap {named[j]}: it is written in a call "
                         f"that uses {named[j]}"

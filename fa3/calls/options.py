@@ -192,7 +192,7 @@ def named_options(kind: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def open_if_unshared(pack_gqa: bool | None, q: Any, k: Any) -> bool | None:
+def default_pack_gqa(pack_gqa: bool | None, q: Any, k: Any) -> bool | None:
     """A call's pack_gqa; None where no heads share a key/value head.
     Of q and k, tensors or shapes, nothing is checked so far."""
     heads_q, heads_kv = (getattr(one, "shape", one)[-2:-1] for one in (q, k))

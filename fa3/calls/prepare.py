@@ -43,7 +43,7 @@ from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.append import HostAppend
 from fa3.running.compiler import load_kernel
-from fa3.running.memory import idle_stream, is_capturing, made_apart
+from fa3.running.memory import idle_stream, is_capturing, make_in_thread
 from fa3.settings import check_settings
 
 
@@ -55,7 +55,7 @@ def one_on(device: torch.device) -> torch.Tensor:
         return make()
     idle = idle_stream(device)
     with torch.cuda.stream(idle):
-        one = made_apart(make, device)
+        one = make_in_thread(make, device)
         idle.synchronize()
     return one
 

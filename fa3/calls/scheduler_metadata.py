@@ -21,10 +21,10 @@ from fa3.calls.options import (
     Options,
     as_pair,
     check_window,
+    default_pack_gqa,
     flag,
     integer,
     named_options,
-    open_if_unshared,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
 from fa3.planning.decode import Sizes, whole_tiles_suffice
@@ -185,7 +185,7 @@ def get_scheduler_metadata(
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
     check_settings()
-    pack_gqa = open_if_unshared(pack_gqa, (num_heads_q, headdim), (num_heads_kv, headdim))
+    pack_gqa = default_pack_gqa(pack_gqa, (num_heads_q, headdim), (num_heads_kv, headdim))
     options = named_options(
         CACHED,
         {"causal": causal, "attention_chunk": attention_chunk, "num_splits": num_splits,

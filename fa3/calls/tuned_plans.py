@@ -18,7 +18,7 @@ from fa3.planning.costs import Gpu
 from fa3.planning.decode import DecodePlan
 from fa3.planning.planner import Plan, plan_dense, plan_forward
 from fa3.problem import Problem
-from fa3.running.code_cache import exclusive, path_of, read, write
+from fa3.running.code_cache import object_lock, path_of, read, write
 from fa3.settings import SETTINGS
 
 READ: dict[str, dict[str, Any]] = {}
@@ -63,7 +63,7 @@ def keep_plan(plan: Plan | DecodePlan) -> None:
     if isinstance(plan, Plan):
         tuned = asdict(plan.config), plan.schedule.name
     path = plans_path(plan.gpu.name)
-    with exclusive(path):
+    with object_lock(path):
         plans = read_plans(plan.gpu.name) | {tuning_key(plan.problem, plan.gpu): tuned}
         write(path, json.dumps(plans, indent=1).encode())
 

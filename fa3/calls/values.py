@@ -276,16 +276,16 @@ def check_pages(call: AttentionCall, values: dict[str, list]) -> None:
                     f"page_table must have pages from 0 to {num_pages - 1} where a sequence has "
                     f"tokens, got {pages[entry]} at ({row}, {entry})"
                 )
-        for page, *place in places(pages, page_size, seqlen, end):
+        for page, *place in page_spans(pages, page_size, seqlen, end):
             refuse_overlap(sequence, page, *place, "which both append to it")
             written.setdefault(page, []).append((sequence, *place))
     for sequence, row in enumerate(rows if written else ()):
         tokens = leftpads[sequence], values["seqused_k"][sequence]
-        for page, *place in places(values["page_table"][row], page_size, *tokens):
+        for page, *place in page_spans(values["page_table"][row], page_size, *tokens):
             refuse_overlap(sequence, page, *place, "where one has tokens and the other appends")
 
 
-def places(pages: list[int], page_size: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+def page_spans(pages: list[int], page_size: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
     """(page, first, end) of a sequence's positions [begin, end), for each of its pages."""
     for entry in range(begin // page_size, -(-end // page_size) if begin < end else 0):
         start = entry * page_size

@@ -52,7 +52,7 @@ from fa3.kernels.decode_memory import (
     DecodeOperands,
     GatheredAttention,
     consumer_barrier,
-    publish,
+    fence_smem_writes,
 )
 from fa3.primitives.arguments import operands_of
 from fa3.primitives.arithmetic import Divisor, PlainDivisor
@@ -392,7 +392,7 @@ class Decode(DecodeMemory):
                 scale *= convert_rows(sQ, operands.q.element_type, rows, *context)
                 for one in (scale_k, *scale_q):
                     scale *= one
-            publish()
+            fence_smem_writes()
             if cutlass.const_expr(self.holds_q):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):

@@ -118,7 +118,7 @@ class Plan(PlanBase):
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""
-        return laid_out(self.tiled, self.schedule).prediction
+        return scheduled_candidate(self.tiled, self.schedule).prediction
 
     @property
     def tiled(self) -> TiledProblem:
@@ -149,7 +149,7 @@ class Plan(PlanBase):
 
     def sentences(self) -> dict[str, str]:
         problem, gpu, config, schedule = self.problem, self.gpu, self.config, self.schedule
-        chosen = laid_out(self.tiled, schedule)
+        chosen = scheduled_candidate(self.tiled, schedule)
         prediction, order, cluster = chosen.prediction, schedule.order, config.cluster
         others = sorted(self.considered, key=lambda one: one.prediction.us)
         grouped = DecodePlan.if_possible(problem, gpu)
@@ -226,7 +226,7 @@ def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 
 
-def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:
+def scheduled_candidate(tiled: TiledProblem, schedule: Schedule) -> Candidate:
     """A schedule as a candidate, predicted from its actual segments."""
     segments = schedule.segments(tiled.blocks_of_tiles())
     load = Load.of(segments, tiled.costs, tiled.lanes)
@@ -366,12 +366,12 @@ def plan_forward(
     compared = candidates(problem, gpu, tilings, (name,) if name else WHOLE)
     if isinstance(schedule, Schedule):
         return plan_of_schedule(problem, gpu, compared, schedule)
-    best = choose(compared)
+    best = choose_candidate(compared)
     may_split = not (name or problem.spec.has_user_functions)
     if may_split and best.prediction.busy < 1 - IDLE:
         # Parts of tiles could fill the time in which SMs are idle.
         parts = candidates(problem, gpu, for_parts, (SplitTiles.name,))
-        best = choose([best, *parts], MARGIN_OF_PARTS)
+        best = choose_candidate([best, *parts], MARGIN_OF_PARTS)
         compared += parts
     tiled, compared_with = TiledProblem(problem, gpu, best.config), tuple(compared)
     if callable(schedule) and not isinstance(schedule, type):
@@ -413,7 +413,7 @@ def plan_of_schedule(
             f"schedule has tiles of another problem or tiling: {schedule.order}; here they are "
             f"one of {list(dict.fromkeys(orders.values()))}"
         )
-    plan = Plan(problem, gpu, choose(fitting).config, schedule, True, tuple(compared))
+    plan = Plan(problem, gpu, choose_candidate(fitting).config, schedule, True, tuple(compared))
     check_plan(plan)
     return plan
 
@@ -462,14 +462,14 @@ def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
     greedy, listed = loads_of_whole_tiles(tiled)
     loads = {TileList.name: listed}
     return [
-        laid_out(tiled, SCHEDULES[name].make(tiled))
+        scheduled_candidate(tiled, SCHEDULES[name].make(tiled))
         if SCHEDULES[name].splits
         else candidate(tiled, name, loads.get(name, greedy))
         for name in names
     ]
 
 
-def choose(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
+def choose_candidate(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
     """The fastest candidate, or the first if none is faster by the margin."""
     first = compared[0]
 

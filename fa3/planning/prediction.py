@@ -212,8 +212,8 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
     if config.fixed_reference:
         launch_us += costs.call_us.get(AGAIN, 0.0)
     return Prediction(
-        joined(burst * slowdown, memory_us) + launch_us,
-        joined(burst, memory_us) + launch_us,
+        overlapped_us(burst * slowdown, memory_us) + launch_us,
+        overlapped_us(burst, memory_us) + launch_us,
         burst * slowdown,
         memory_us,
         launch_us,
@@ -223,7 +223,7 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
     )
 
 
-def joined(compute_us: float, memory_us: float) -> float:
+def overlapped_us(compute_us: float, memory_us: float) -> float:
     """The time of compute and memory traffic that overlap."""
     return (compute_us**EXPONENT + memory_us**EXPONENT) ** (1 / EXPONENT)
 

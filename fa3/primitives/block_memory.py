@@ -79,9 +79,9 @@ class BlockMemory:
         loaded_stages = loaded * cute.size(self.loaded_layout, mode=[2])
         loaded_elements = loaded * cute.cosize(self.loaded_layout)
         return BlockFields(
-            room(self.dtype, cute.cosize(self.layout)),
+            smem_field(self.dtype, cute.cosize(self.layout)),
             cute.struct.MemRange[Int64, 2 * self.stages],
-            room(self.loaded_type, loaded_elements),
+            smem_field(self.loaded_type, loaded_elements),
             cute.struct.MemRange[Int64, 2 * loaded_stages],
         )
 
@@ -105,6 +105,6 @@ class BlockMemory:
         return BlockRing(blocks, ConvertedPipeline(pipe), loaded, loading)
 
 
-def room(dtype: type, elements: int):
+def smem_field(dtype: type, elements: int):
     """A field of shared memory for so many elements, as swizzles need it."""
     return cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]

@@ -57,7 +57,7 @@ def word_of(seed: torch.Tensor, at: Position) -> torch.Tensor:
     lane = at.query % 8 * 4 + at.key % 8 // 2
     key_squares, query_squares = at.key // SQUARE, at.query // SQUARE
     words = philox(
-        (at.head, key_squares * COUNTERS + lane // 2, at.batch, query_squares), keys, multiply
+        (at.head, key_squares * COUNTERS + lane // 2, at.batch, query_squares), keys, wide_product
     )
     is_left, is_upper = at.key % SQUARE < 8, at.query % SQUARE < 8
     word = torch.where(
@@ -68,7 +68,7 @@ def word_of(seed: torch.Tensor, at: Position) -> torch.Tensor:
     return torch.where(is_upper, word, word * FACTOR & WORD_MASK)
 
 
-def multiply(word, factor: int) -> tuple:
+def wide_product(word, factor: int) -> tuple:
     """The upper and the lower word of a product of 32-bit numbers."""
     product = word * factor
     return product >> WORD_BITS & WORD_MASK, product & WORD_MASK

@@ -29,7 +29,7 @@ def quantize_rows(
     if mean is not None:
         values = values - mean[:, None]
     if is_rotated:
-        values, norm = rotated(values), mixed_columns(rows.shape[3]) ** -0.5
+        values, norm = rotate_rows(values), mixed_columns(rows.shape[3]) ** -0.5
     by_head = values.unflatten(2, (descale.shape[1], -1))
     if rows.shape[1]:
         descale.copy_(by_head.abs().amax((1, 3, 4)) / MOST)
@@ -41,7 +41,7 @@ def quantize_rows(
     descale.mul_(norm)
 
 
-def rotated(rows: torch.Tensor) -> torch.Tensor:
+def rotate_rows(rows: torch.Tensor) -> torch.Tensor:
     """Rows in which some columns are negated, then transformed, without keeping lengths."""
     column = torch.arange(rows.shape[-1])
     is_negated = (column // VECTOR + 1) * HASH % 2**32 >> (24 + column % VECTOR) & 1 == 1

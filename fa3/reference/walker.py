@@ -50,7 +50,7 @@ from fa3.scores.scores import Score, bind
 
 
 @contextmanager
-def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
+def naming_argument(argument: str, function: object, method: str) -> Iterator[None]:
     """Raise ValueError that names the argument and the method, if the method fails inside.
     NotImplementedError is passed on: the class does not define the method."""
     try:
@@ -64,17 +64,17 @@ def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
         ) from error
 
 
-def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
+def apply_score(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
     """Return the logits after a score; raise ValueError for other results."""
-    with errors_of("score", score, "reference"):
+    with naming_argument("score", score, "reference"):
         result = score.reference(logits, at)
     return as_matrix("score", score, result, logits.shape, "floats")
 
 
-def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tensor:
+def apply_mask(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tensor:
     """Return which (queries, keys), so many each, a mask lets through.
     Raises ValueError if the mask's method does not return that."""
-    with errors_of("mask", mask, "reference"):
+    with naming_argument("mask", mask, "reference"):
         result = mask.reference(at)
     if isinstance(result, bool):
         result = torch.tensor(result, device=at.query.device)
@@ -256,7 +256,7 @@ class Walker:
                 out, lse = results[0]
                 sinks = self.sinks[head].float().flatten().expand_as(lse)
                 results.append((torch.zeros_like(out), sinks))
-            out, lse = results[0] if len(results) == 1 else merge(results)
+            out, lse = results[0] if len(results) == 1 else merge_outputs(results)
             self.out[batch, row, head] = out.to(self.out.dtype)
             if self.lse is not None:
                 self.lse[batch, head, row] = lse
@@ -344,11 +344,11 @@ class Walker:
         values, slope = q @ k.T * factor, 1.0
         for score in self.scores:
             slope = slope * score.derivative(values, at) if has_slope else slope
-            values = changed(score, values, at)
+            values = apply_score(score, values, at)
         if is_masked:
             seen = (key >= rows.first_key) & (key < rows.end_key)
             if self.function is not None:
-                seen = seen & lets_through(self.function, at, seen.shape)
+                seen = seen & apply_mask(self.function, at, seen.shape)
             values = values.masked_fill(~seen, -torch.inf)
         return values, 1.0 if self.dropout is None else self.dropout.keeps(at), slope
 
@@ -374,7 +374,7 @@ def on_pages(
     return pages[positions // page_size].long(), positions % page_size
 
 
-def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_outputs(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
     """Merge outputs (rows, head_dim_v) and log-sum-exps (rows,) over parts of the keys."""
     outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
     lse = lses.logsumexp(dim=0)
@@ -408,7 +408,7 @@ def steps(
         sequence, blocks = place.sequence(problem.window), NO_BLOCKS
         begin, head = segment.tile.m_block * num_rows, segment.tile.head * config.cluster_h
         if sequence.seqlen_k:
-            with errors_of("mask", function, "key_range or open_range"):
+            with naming_argument("mask", function, "key_range or open_range"):
                 blocks = mask.at(place.batch, head).key_blocks(
                     begin, num_rows, config.tile_n, sequence
                 )

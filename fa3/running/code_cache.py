@@ -67,7 +67,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa3"
 
 
-def fetch(key: str, make: Callable[[], bytes]) -> bytes:
+def load_or_make(key: str, make: Callable[[], bytes]) -> bytes:
     """Return the object of a key: read from disk, else made and written there.
 
     The key has all that determines the object, besides fa3's sources. One process makes it, and
@@ -81,11 +81,11 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
         return make()
     code = read(path)
     if code is None:
-        with exclusive(path):
+        with object_lock(path):
             code = read(path)
             if code is None:
                 code = make()
-                keep(path, code)
+                write_object(path, code)
     return code
 
 
@@ -96,7 +96,7 @@ def path_of(key: str) -> Path:
     return cache_dir() / f"{name}.o"
 
 
-def holds(key: str) -> bool:
+def has_object(key: str) -> bool:
     """Whether the object of a key is on disk, whole and to be trusted."""
     try:
         return read(path_of(key)) is not None
@@ -114,10 +114,10 @@ def read(path: Path) -> bytes | None:
     except OSError:
         return None
     code = content[: -hashlib.sha256().digest_size]
-    return code if content == sealed(path, code) else None
+    return code if content == with_digest(path, code) else None
 
 
-def keep(path: Path, code: bytes) -> None:
+def write_object(path: Path, code: bytes) -> None:
     """Write an object atomically; warn if that is not possible."""
     if not SOURCES:
         warn("in a cache, since its sources are not in files")
@@ -139,14 +139,14 @@ def write(path: Path, content: bytes) -> None:
     try:
         check_trust(path.parent, path.parent.stat())
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-            file.write(sealed(path, content))
+            file.write(with_digest(path, content))
         unfinished.replace(path)
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()
 
 
-def sealed(path: Path, code: bytes) -> bytes:
+def with_digest(path: Path, code: bytes) -> bytes:
     """A file's content: an object, and a digest of object and name."""
     return code + hashlib.sha256(path.name.encode() + code).digest()
 
@@ -171,7 +171,7 @@ def check_can_keep(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
+def object_lock(path: Path) -> Iterator[None]:
     """Keep other processes from making this object. A process that dies frees its lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

@@ -107,12 +107,12 @@ def object_code(kernel: Kernel) -> bytes:
             compilation.export_to_c(object_file_path=path, function_name=kernel.entry_name)
             return Path(path).read_bytes()
 
-    return code_cache.fetch(key_of(kernel), exported)
+    return code_cache.load_or_make(key_of(kernel), exported)
 
 
 def is_on_disk(kernel: Kernel) -> bool:
     """Whether a process would find the kernel compiled."""
-    return code_cache.holds(key_of(kernel))
+    return code_cache.has_object(key_of(kernel))
 
 
 def key_of(kernel: Kernel) -> str:

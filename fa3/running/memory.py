@@ -47,15 +47,15 @@ class Capture:
     @classmethod
     def of(cls, graph: driver.CUgraph) -> "Capture":
         """The capture of a graph; a semaphore tells when it is gone."""
-        libc = library()
+        libc = c_library()
         # Freed only once posted: CUDA may post it after the interpreter is gone.
         gone = libc.calloc(1, SEMAPHORE_BYTES)
         libc.sem_init(gone, 0, 0)
         post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
         no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
-        owner = succeeded(driver.cuUserObjectCreate(gone, driver.CUhostFn(post), 1, no_sync))
+        owner = driver_values(driver.cuUserObjectCreate(gone, driver.CUhostFn(post), 1, no_sync))
         move = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
-        succeeded(driver.cuGraphRetainUserObject(graph, owner, 1, move))
+        driver_values(driver.cuGraphRetainUserObject(graph, owner, 1, move))
         return cls(gone)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class Capture:
     def is_gone(self) -> bool:
         """Whether nothing can run the graph any more."""
         posted = ctypes.c_int()
-        library().sem_getvalue(self.gone, ctypes.byref(posted))
+        c_library().sem_getvalue(self.gone, ctypes.byref(posted))
         return posted.value > 0
 
 
@@ -106,7 +106,7 @@ def idle_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def made_apart(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+def make_in_thread(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
     """A tensor of the current stream that stays, made in a thread of its own.
     A memory pool that the present thread allocates from takes no part in it: pools of compiled
     graphs must be empty when a graph is done."""
@@ -130,27 +130,27 @@ def capture_of(stream: int) -> Capture | None:
     """Return the capture that the current stream takes part in, or None."""
     if stream == LEGACY or not torch._C._cuda_isCurrentStreamCapturing():
         return None
-    status, number, graph, *_ = succeeded(driver.cuStreamGetCaptureInfo(stream))
+    status, number, graph, *_ = driver_values(driver.cuStreamGetCaptureInfo(stream))
     if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return None
     number = int(number)
     with LOCK:
         capture = LIVE.get(number)
         if capture is None:
-            forget_the_gone()
+            free_ended_graphs()
             capture = LIVE[number] = Capture.of(graph)
         return capture
 
 
-def forget_the_gone() -> None:
+def free_ended_graphs() -> None:
     """Free the memory of graphs that are gone."""
     for number, capture in list(LIVE.items()):
         if capture.is_gone():
             del LIVE[number]
-            library().free(capture.gone)
+            c_library().free(capture.gone)
 
 
-def succeeded(result: tuple):
+def driver_values(result: tuple):
     """Return the values of a driver call without its status; RuntimeError if it failed."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -159,7 +159,7 @@ def succeeded(result: tuple):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def c_library() -> ctypes.CDLL:
     """The C library of this process."""
     libc = ctypes.CDLL(None)
     libc.calloc.restype = ctypes.c_void_p
@@ -190,7 +190,7 @@ class Table:
             )
         # The current stream may have a long queue of work.
         with torch.cuda.stream(idle_stream(device)):
-            return cls(made_apart(lambda: torch.tensor(table, device=device), device))
+            return cls(make_in_thread(lambda: torch.tensor(table, device=device), device))
 
     def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
         """The table, for a launch on torch's current stream; `stream` is the stream's handle."""
@@ -291,7 +291,7 @@ class StreamCounters:
             parts = None
         if parts is None or parts.nbytes < count * parts.itemsize:
             empty = partial(torch.empty, count, dtype=torch.float32, device=self.device)
-            parts = made_apart(empty, self.device) if self.capture is None else empty()
+            parts = make_in_thread(empty, self.device) if self.capture is None else empty()
         return parts
 
     def give_back_parts(self, parts: torch.Tensor) -> None:
@@ -306,7 +306,7 @@ RESERVES: dict[torch.device, Reserve] = {}
 
 def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
     """Zeros of the current stream that stay."""
-    return made_apart(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
+    return make_in_thread(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
 
 
 NEW_STREAM = threading.RLock()  # held while streams come and go; finalizers may come back to it

@@ -1,8 +1,8 @@
 """Split schedule (Stream-K): whole tiles first, then parts of tiles; all clusters end together.
 
 The host cuts by the cost model's times into a table; the forward kernel reads it and merges parts.
-Tiles are laid end to end and cut into a stretch for each cluster (`fill`); where that leaves
-clusters idle, long tiles are cut into parts that fit next to whole short tiles (`pack`).
+Tiles are laid end to end and cut into a stretch for each cluster (`fill_clusters`). Where that
+leaves clusters idle, long tiles are cut into parts next to whole short tiles (`give_parts`).
 Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
@@ -215,7 +215,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.n
     lengths, clusters, masks = blocks.tolist(), loads.tolist(), ranges.masks.tolist()
     for _ in range(PACKINGS):
         level = (low + high) / 2
-        pieces = pack(lengths, clusters, masks, ranges, level)
+        pieces = give_parts(lengths, clusters, masks, ranges, level)
         if pieces is None:
             low = level
             continue
@@ -252,7 +252,7 @@ def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.
     level, high, pieces = low + ranges.leave + SHORTEST, None, None
     tries = 0
     while tries < TRIES or pieces is None:
-        filled, left = fill(lengths, clusters, ranges, level)
+        filled, left = fill_clusters(lengths, clusters, ranges, level)
         if left > 0:
             low = level
         else:
@@ -264,7 +264,7 @@ def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.
     return in_order(pieces)
 
 
-def fill(
+def fill_clusters(
     lengths: list[int], loads: list[float], ranges: KeyRanges, level: float
 ) -> tuple[list[int], float]:
     """Fill one cluster after another up to a level.
@@ -303,7 +303,7 @@ def fill(
     return pieces, sum(lengths[tile : last + 1]) - begin + unit * (last + 1 - tile)
 
 
-def pack(
+def give_parts(
     lengths: list[int], loads: list[float], masks: list[float], ranges: KeyRanges, level: float
 ) -> list[int] | None:
     """Give each cluster at most one part, and whole tiles.

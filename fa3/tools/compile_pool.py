@@ -23,7 +23,8 @@ from fa3.running.compiler import ARCH, OPTIONS, Kernel, compiled, object_code
 
 ROOT = str(Path(__file__).parents[2])
 
-PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_pool import serve; serve()"
+PROGRAM = f"""import sys; sys.path[0] = {ROOT!r}
+from fa3.tools.compile_pool import compile_from_stdin; compile_from_stdin()"""
 """Runs this very package, wherever it is."""
 
 
@@ -68,7 +69,7 @@ def compile_all(kernels: Sequence[Kernel], processes: int | None = None) -> None
             os.killpg(program.pid, signal.SIGKILL)
 
 
-def serve() -> None:
+def compile_from_stdin() -> None:
     """Compile the kernels that come, each in a process; number each try."""
     kernels, processes = pickle.load(sys.stdin.buffer)
     answers = os.dup(sys.stdout.fileno())

@@ -29,7 +29,7 @@ from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.primitives.fragments import Position
 from fa3.problem import AttentionSpec, Problem
-from fa3.reference.walker import HostTensor, changed, errors_of, lets_through
+from fa3.reference.walker import HostTensor, apply_mask, apply_score, naming_argument
 from fa3.running.compiler import ARCH, compiled, load_kernel
 from fa3.scores.masks import Mask, Rows, as_integer
 from fa3.scores.scores import Score, bind
@@ -148,9 +148,9 @@ def by_reference(function: Score | Mask, logits: torch.Tensor) -> torch.Tensor:
     for pair in product(range(batch), range(heads)):
         at = Position(*pair, query, key, seqlen_q, seqlen_k)
         if isinstance(function, Score):
-            results[pair] = changed(function, logits[pair], at)
+            results[pair] = apply_score(function, logits[pair], at)
         else:
-            results[pair] = lets_through(function, at, (seqlen_q, seqlen_k))
+            results[pair] = apply_mask(function, at, (seqlen_q, seqlen_k))
     return results
 
 
@@ -225,7 +225,7 @@ def check_ranges(spec: AttentionSpec, tensors: list, seen: torch.Tensor) -> None
     for entry, head, row in product(range(batch), range(heads), first_rows):
         tile = seen[entry, head, row : row + ROWS_OF_TILE]
         rows = Rows(entry, head, row, row + len(tile) - 1, seqlen_q, seqlen_k)
-        with errors_of("mask", function, "key_range or open_range"):
+        with naming_argument("mask", function, "key_range or open_range"):
             begin, end = map(as_integer, function.key_range(rows))
             first, last = map(as_integer, function.open_range(rows))
         outside = tile.any(dim=0) & ((keys < begin) | (keys >= end))

@@ -87,7 +87,7 @@ class Model:
             )
 
 
-def sliding(keys: int) -> Window:
+def causal_window(keys: int) -> Window:
     """A causal window of so many keys, the query's own one included."""
     return Window(keys - 1, 0)
 
@@ -101,11 +101,11 @@ PRESETS = {
     # Yang et al., Qwen3 (arXiv 2505.09388), table 1; head_dim as in Qwen/Qwen3-32B's config.json.
     "qwen3-32b": Model(64, 8, 128, 128),
     # Jiang et al. (arXiv 2310.06825), table 1. Later versions have no window.
-    "mistral-7b": Model(32, 8, 128, 128, windows=(sliding(4096),)),
+    "mistral-7b": Model(32, 8, 128, 128, windows=(causal_window(4096),)),
     # Gemma Team (arXiv 2408.00118), table 1 and section 2: every other layer has the window.
-    "gemma2-9b": Model(16, 8, 256, 256, windows=(sliding(4096), CAUSAL), softcap=50.0),
+    "gemma2-9b": Model(16, 8, 256, 256, windows=(causal_window(4096), CAUSAL), softcap=50.0),
     # OpenAI (arXiv 2508.10925), section 2.3: every other layer has the window.
-    "gpt-oss": Model(64, 8, 64, 64, windows=(sliding(128), CAUSAL), sinks=True),
+    "gpt-oss": Model(64, 8, 64, 64, windows=(causal_window(128), CAUSAL), sinks=True),
 }
 """Well-known models, with where their sizes are from."""
 
@@ -134,26 +134,26 @@ def decoder_of(fields: dict[str, Any]) -> Model:
     kind = fields.get("model_type")
     if fields.get("is_encoder_decoder") or (kind in ENCODERS and not fields.get("is_decoder")):
         raise ValueError(f"a {kind!r} hides no keys, which causal=False says (--full)")
-    heads_q = field(fields, int, "num_attention_heads", "n_head", "num_heads")
-    heads_kv = field(fields, int, "num_key_value_heads", "num_kv_heads", default=heads_q)
+    heads_q = first_field(fields, int, "num_attention_heads", "n_head", "num_heads")
+    heads_kv = first_field(fields, int, "num_key_value_heads", "num_kv_heads", default=heads_q)
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         heads_kv = 1
     if fields.get("qk_rope_head_dim"):
         # Multi-head latent attention, as DeepSeek's.
-        head_dim = sum(field(fields, int, f"qk_{part}_head_dim") for part in ("nope", "rope"))
-        head_dim_v = field(fields, int, "v_head_dim")
+        head_dim = sum(first_field(fields, int, f"qk_{part}_head_dim") for part in ("nope", "rope"))
+        head_dim_v = first_field(fields, int, "v_head_dim")
     else:
-        columns = 0 if fields.get("head_dim") else field(fields, int, "hidden_size", "n_embd")
-        head_dim = field(fields, int, "head_dim", default=columns // max(1, heads_q))
+        columns = 0 if fields.get("head_dim") else first_field(fields, int, "hidden_size", "n_embd")
+        head_dim = first_field(fields, int, "head_dim", default=columns // max(1, heads_q))
         head_dim_v = head_dim
     return Model(
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v,
-        field(fields, str, "dtype", "torch_dtype", default="bfloat16"),
+        first_field(fields, str, "dtype", "torch_dtype", default="bfloat16"),
         windows_of(fields),
-        field(fields, int | float, "attn_logit_softcapping", default=0.0),
+        first_field(fields, int | float, "attn_logit_softcapping", default=0.0),
         sinks=kind == "gpt_oss",
     )
 
@@ -161,18 +161,18 @@ def decoder_of(fields: dict[str, Any]) -> Model:
 def windows_of(fields: dict[str, Any]) -> tuple[Window, ...]:
     """Return what the layers see, each window once.
     Without a list of layers, a window may be one of all layers or of some: both are returned."""
-    keys = field(fields, int, "sliding_window", default=0)
+    keys = first_field(fields, int, "sliding_window", default=0)
     if not keys or fields.get("use_sliding_window") is False:
         return (CAUSAL,)
-    windows = {"sliding_attention": sliding(keys), "full_attention": CAUSAL}
-    layers = field(fields, list, "layer_types", default=list(windows))
+    windows = {"sliding_attention": causal_window(keys), "full_attention": CAUSAL}
+    layers = first_field(fields, list, "layer_types", default=list(windows))
     attending = [layer for layer in layers if layer not in LAYERS_WITHOUT_KERNELS]
     if keys < 0 or not attending or not {*attending} <= {*windows}:
         raise ValueError(f"its layers must have one of {list(windows)}, got {layers!r:.200}")
     return tuple(dict.fromkeys(windows[layer] for layer in attending))
 
 
-def field(fields: dict[str, Any], kind: Any, *names: str, default: Any = None) -> Any:
+def first_field(fields: dict[str, Any], kind: Any, *names: str, default: Any = None) -> Any:
     """Return the first field that is there; ValueError names it otherwise."""
     name = next((name for name in names if fields.get(name) is not None), names[0])
     value = fields.get(name)

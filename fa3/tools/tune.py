@@ -118,7 +118,7 @@ def time_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Return the median microseconds of each call under steady load.
     In every round each call runs for some milliseconds, in random order, so that a drifting clock
     hits all alike."""
-    graphs = {name: capture(call) for name, call in calls.items()}
+    graphs = {name: capture_calls(call) for name, call in calls.items()}
     until = time.perf_counter() + LOAD_S
     while time.perf_counter() < until:
         for graph, _ in graphs.values():
@@ -138,7 +138,7 @@ def time_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(us) for name, us in times.items()}
 
 
-def capture(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
+def capture_calls(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
     """Capture some milliseconds of calls; return graph and number of calls."""
     call()
     torch.cuda.synchronize()
