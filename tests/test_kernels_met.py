@@ -287,7 +287,7 @@ SERVERS = {
 }
 """Ways to serve: kinds of calls, and how many of them are made."""
 
-EXPECTED = {"vLLM": 6, "pages": 7, "no pages": 7, "packed prompts": 8}
+EXPECTED = {"vLLM": 6, "pages": 11, "no pages": 11, "packed prompts": 12}
 """The kernels that each of them meets; docs/environment.md names them."""
 
 
@@ -393,7 +393,10 @@ OF_STEP = PackedSizes(8, 32, 4096, 0, 512, 8192)
 @pytest.mark.parametrize(
     ("fields", "sizes", "name", "most"),
     [
-        ({}, {}, routes.BOTH, 32),
+        ({}, {}, routes.FORWARD, 0),
+        ({}, {"total_q": 4097}, routes.BOTH, 32),
+        ({}, {"batch": 1, "total_q": 512, "max_seqlen_k": 1023}, routes.DECODE, 512),
+        ({}, {"batch": 1, "total_q": 512, "max_seqlen_k": 1024}, routes.FORWARD, 0),
         ({}, {"total_q": 0}, routes.NOTHING, 0),
         ({}, {"max_seqlen_k": 0}, routes.ZEROS, 0),
         ({}, {"max_seqlen_q": 32}, routes.DECODE, 32),

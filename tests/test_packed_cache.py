@@ -21,8 +21,9 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import operands, overlap
+from fa3.calls import operands
 from fa3.calls.prepare import prepare_call
+from fa3.planning import routes
 from fa3.planning.costs import H200
 from fa3.planning.decode import DecodePlan
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
@@ -77,6 +78,7 @@ def test_random_chunks(family, where):
 def test_few_tiles_are_the_decode_kernels(where, monkeypatch):
     """Where the forward kernel would leave SMs idle, in a cache with room for many keys."""
     attending = note_attending(monkeypatch)
+    monkeypatch.setattr(routes, "LITTLE_WORK", 0)
     for queries, heads, are_few in (
         *(((64,), 8, True), ((60, 0, 1), 16, True)),
         *(((60, 5, 60), 24, False), ((300,), 8, False)),
@@ -194,11 +196,49 @@ def test_sequences_are_as_alone(kind, causal, interleaved, where):
         out, lse = fa3.flash_attn_with_kvcache(**call, return_lse=True)
     for sequence, given in enumerate(alone):
         rows = slice(*ends[sequence : sequence + 2])
-        expected, expected_lse = fa3.flash_attn_with_kvcache(**given, return_lse=True)
+        # By the decode kernel.
+        expected, expected_lse = fa3.flash_attn_with_kvcache(**given, return_lse=True, num_splits=1)
         torch.testing.assert_close(out[None, rows], expected, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse[None, :, rows], expected_lse, rtol=1e-3, atol=1e-2)
         for name in ("k_cache", "v_cache"):
             assert torch.equal(call[name][sequence], given[name][0])
+
+
+@pytest.mark.parametrize("kind", ["", "pages", "appends"])
+def test_equal_queries_are_as_packed(kind, where, monkeypatch):
+    """Without cu_seqlens_q, from 65 queries on; as long as their rows lie as packed ones do."""
+    monkeypatch.setattr(routes, "LITTLE_WORK", 0)
+    prepare_call.cache_clear()
+    torch.manual_seed(0)
+    batch, queries, shape = 3, 100, (4, 64)
+    call = {
+        "cache_seqlens": integers(500, 3, 190, device=where), "causal": True, "return_lse": True,
+        "q": torch.randn(batch, queries, *shape, device=where).bfloat16(),
+    }  # fmt: skip
+    pages = (10, 64) if kind == "pages" else (batch, 640)
+    caches = torch.randn(2, *pages, 2, 64, device=where).bfloat16()
+    if kind == "pages":
+        call["page_table"] = integers(*range(10), device=where).expand(batch, -1)
+    if kind == "appends":
+        call["k"], call["v"] = torch.randn(2, batch, queries, 2, 64, device=where).bfloat16()
+        call["rotary_cos"], call["rotary_sin"] = torch.randn(2, 800, 32, device=where).bfloat16()
+    ends = torch.arange(0, batch * queries + 1, queries, device=where, dtype=torch.int32)
+    packed = {"q": call["q"].flatten(0, 1), "cu_seqlens_q": ends, "max_seqlen_q": queries}
+    attending, outputs, written = note_attending(monkeypatch), [], []
+    apart = call["q"].new_empty(batch, queries + 1, *shape)[:, :queries]
+    apart.copy_(call["q"])
+    for change in ({}, packed, {"q": apart}):
+        written.append(caches.clone())
+        with poisoned_allocations():
+            k_and_v = dict(zip(("k_cache", "v_cache"), written[-1], strict=True))
+            outputs.append(fa3.flash_attn_with_kvcache(**k_and_v, **call | change))
+    (out, lse), (packed_out, packed_lse), (apart_out, apart_lse) = outputs
+    assert attending == ["forward", "forward", queries]
+    assert torch.equal(out.flatten(0, 1), packed_out)
+    assert torch.equal(lse.transpose(0, 1).flatten(1), packed_lse)
+    torch.testing.assert_close(out, apart_out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, apart_lse, rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(written[0], other) for other in written[1:])
 
 
 def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
@@ -240,7 +280,7 @@ def test_no_total_is_remembered(where):
     prepare_call.cache_clear()
     expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
     fa3.flash_attn_with_kvcache(memory[0, :3], **others, out=memory[1, :3])
-    remembered = operands.check_of_addresses, overlap.share
+    remembered = operands.check_of_addresses, operands.share
     before = [one.cache_info().currsize for one in remembered]
     for _ in range(100):
         q = memory[0, : draw.randint(3, 400)]

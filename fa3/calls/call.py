@@ -30,6 +30,7 @@ from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.wgmma import ROWS
 from fa3.problem import (
     FP8,
     FP8_HEAD_DIM_UNIT,
@@ -202,6 +203,19 @@ class AttentionCall(
     def seqlen_q(self) -> int:
         """Queries of a sequence; of packed ones on a cache the most."""
         return self.max_seqlen_q if self.is_packed else self.q.shape[1]
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether the forward kernel can take q and out of a call on a cache as packed rows.
+        Tiles of up to 64 queries are half empty: the decode kernel takes less time for them."""
+        batch, rows = self.batch, self.batch * self.seqlen_q
+        lie_packed = all(
+            x is None or batch == 1 or x.stride[0] == x.shape[1] * x.stride[1]
+            for x in (self.q, self.out)
+        )
+        return (
+            not self.is_packed and lie_packed and self.seqlen_q > ROWS and rows <= MOST_RAGGED_ROWS
+        )
 
     @property
     def heads_q(self) -> int:

@@ -282,19 +282,44 @@ class PackedCall:
         return Memory((("marks", words_of_marks(batch * heads)),))
 
 
+class EqualQueries(NamedTuple):
+    """How calls on a cache run whose sequences have equally many queries: as packed queries."""
+
+    packed: PackedCall
+    sizes: PackedSizes
+
+    def attend(self, values: dict[str, Any], sizes: None = None) -> None:
+        """Write out and, unless it is None, the log-sum-exp."""
+        q, out, lse = values["q"], values["o"], values["lse"]
+        batch, seqlen, heads, _ = q.shape
+        rows = batch * seqlen
+        values["q"], values["o"] = (x.view(rows, heads, x.shape[3]) for x in (q, out))
+        values["cu_seqlens_q"] = torch.arange(
+            0, rows + 1, seqlen, dtype=torch.int32, device=q.device
+        )
+        if lse is not None:
+            # Of packed rows heads come first.
+            packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
+        self.packed.attend(values, self.sizes)
+        if lse is not None and batch > 1:
+            lse.copy_(packed.view(heads, batch, seqlen).transpose(0, 1))
+
+
 packed_call = functools.lru_cache(maxsize=REMEMBERED)(PackedCall.of)
 """What calls with packed queries lead to, whatever the number of their sequences is."""
 
 
-def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | PackedCall:
+def prepare_on_cache(
+    call: AttentionCall, options: Options
+) -> PreparedPlan | PackedCall | EqualQueries:
     """Choose how calls on a cache run, and load their kernels.
     The call is valid, and has room for keys and queries."""
     device = call.q.device
     on_gpu = device.type == "cuda"
     window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)
     group = call.heads_q // call.heads_kv
-    sizes = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
-    fits = 2 * sizes.num_tiles * sizes.most_blocks(window) <= LARGEST
+    tiles = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
+    fits = 2 * tiles.num_tiles * tiles.most_blocks(window) <= LARGEST
     # A single query stands at the last key.
     spec = call.spec(options, window, window.right == 0 or call.seqlen_q == 1)
     signature = Signature(
@@ -305,10 +330,17 @@ def prepare_on_cache(call: AttentionCall, options: Options) -> PreparedPlan | Pa
         batch_invariant=options.batch_invariant, has_fp8_q=call.q.dtype == FP8_DTYPE,
         appends=call.k_new is not None and not call.is_packed,
     )  # fmt: skip
-    most_rows = PackedSizes(
-        call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, call.seqlen_q, call.capacity
-    )
-    name, most_queries, _ = routes.choose_route(signature, most_rows)
+    rows = MOST_RAGGED_ROWS if call.is_packed else call.batch * call.seqlen_q
+    sizes = PackedSizes(call.batch, call.heads_q, rows, 0, call.seqlen_q, call.capacity)
+    if call.may_be_packed:
+        packed = replace(signature, has_packed_queries=True, appends=False)
+        name, most_queries, _ = routes.choose_route(packed, sizes)
+        if name != routes.DECODE:
+            made = packed_call(packed, on_gpu)
+            if made.prepared is not None:
+                made.prepared(name, most_queries)
+            return EqualQueries(made, sizes)
+    name, most_queries, _ = routes.choose_route(signature, sizes)
     if name == routes.DECODE:
         # The number of packed sequences and their most queries change in every step. So it does not
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.

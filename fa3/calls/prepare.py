@@ -21,7 +21,13 @@ from fa3.calls.call import (
     check_tensors,
 )
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.execution import PackedCall, PreparedPlan, packed_call, prepare_on_cache
+from fa3.calls.execution import (
+    EqualQueries,
+    PackedCall,
+    PreparedPlan,
+    packed_call,
+    prepare_on_cache,
+)
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -343,14 +349,16 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
     gpu_for_call(call.q.device, options.sm_margin)
     has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
     append, kernels, most = None, None, MOST_RAGGED_ROWS
-    if has_room and call.k_new is not None and call.batch:
-        kernel = append_kernel(call, options.rotary_interleaved)
-        in_out = not call.is_packed and call.head_dim == call.head_dim_v
-        kernel = load_kernel(kernel) if call.q.device.type == "cuda" else HostAppend(kernel)
-        append = PreparedAppend(kernel, query_step(options), in_out)
-        most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
         kernels = prepare_on_cache(call, options)
+    if has_room and call.k_new is not None and call.batch:
+        has_tiles = call.is_packed or isinstance(kernels, EqualQueries)
+        kernel = append_kernel(call, options.rotary_interleaved, has_tiles)
+        in_out = not has_tiles and call.head_dim == call.head_dim_v
+        on_gpu = call.q.device.type == "cuda"
+        entry = load_kernel(kernel) if on_gpu else HostAppend(kernel)
+        append = PreparedAppend(entry, query_step(options), in_out, kernel.writes_lengths)
+        most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
     return {"kernels": kernels, "most_queries": most, "append": append}
 
 
@@ -373,6 +381,7 @@ class PreparedAppend:
     # queries are packed, the forward kernel may attend to them too: it reads Q twice, and when it
     # computes failed rows once more, O has been written.
     rotates_in_out: bool
+    writes_lengths: bool  # whether the kernel writes the lengths with the new tokens
 
     def run(
         self,
@@ -388,10 +397,10 @@ class PreparedAppend:
         q, k = values["q"], values["k_new"]
         cos, ends_q = values["rotary_cos"], values["cu_seqlens_q"]
         seqlens, ends_new, total = values["seqused_k"], values["cu_seqlens_k_new"], None
-        if ends_new is ends_q is None:
-            values["seqlen_new"] = k.shape[1]
-        else:
+        if self.writes_lengths:
             values["seqused_k"] = total = seqlens.new_empty(seqlens.shape[0])
+        else:
+            values["seqlen_new"] = k.shape[1]
         rotated = None
         if cos is not None:
             rotated = out
@@ -423,8 +432,8 @@ def vectors_of_row(call: AttentionCall, heads: int) -> int:
     return heads * max(call.head_dim, call.head_dim_v) // VECTOR
 
 
-def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
-    """The kernel that appends k and v of this call."""
+def append_kernel(call: AttentionCall, rotary_interleaved: bool, has_tiles: bool) -> Append:
+    """The kernel that appends k and v of this call, before kernels that may have a tile table."""
     check_vectors(call)
     rotary = None
     if call.rotary_cos is not None:
@@ -440,8 +449,8 @@ def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
         rotary=rotary,
         packed=call.is_packed and rotary is not None,
         turned=call.rotary_seqlens is not None,
-        # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
-        # forward kernel's tiles is made of lengths too (`fa3.calls.execution`).
-        writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
+        # The decode kernel adds equal numbers by itself. The table of the forward kernel's tiles is
+        # made of lengths (`fa3.calls.execution`).
+        writes_lengths=has_tiles or call.cu_seqlens_k_new is not None,
         fp8=call.has_fp8_cache,
     )

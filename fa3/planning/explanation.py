@@ -165,6 +165,7 @@ def describe_kernel(kernel: Any) -> str:
                 rotary = f"rotary embedding of {turned}, tables {kernel.rotary.dtype}"
             words = ["append", kernel.dtype, head_dims(kernel.head_dim, kernel.head_dim_v)]
             words += [rotary, "pages" if kernel.paged else "no pages", *["FP8 cache"] * kernel.fp8]
+            words += ["lengths for tiles"] * kernel.writes_lengths
         case TileTable():
             words = ["tile table", f"tile {kernel.tile_m}x{kernel.tile_n}"]
             words += [name_of_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache

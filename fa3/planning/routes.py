@@ -80,6 +80,11 @@ a sequence must have room for so many keys. Others take whole tiles as CTAs beco
 queries on 4k keys with 31 sequences of 2k 186 us on an H100, 193 where the GPU splits; 1024 on 32k
 with 31 of 4k 1015, and 787 where it does."""
 
+LITTLE_WORK = 1 << 24
+"""Scores of a call on a cache, of fewer of which the decode kernel takes less time. On an H100, 8/1
+heads of 128, 128 queries on 4096 keys took it 16.5 us and the forward kernel 24.8; 512 queries 29.3
+and 26.6; 32/8 heads, 512 queries on 1024 keys 34.0 and 19.5."""
+
 PACKED_SHARE = 0.4
 """Share of L2's bytes for K and V of a head group of packed sequences without a mask. There no
 longest tile must be early. 4 x 4k gained 3%, with 0.2 another 0.4%; but 16 x 1k then lost 1.4%."""
@@ -479,10 +484,20 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
     return if_counted(signature, sizes, signature.most_queries_of_few)
 
 
+def are_equal(signature: Signature, sizes: PackedSizes) -> bool:
+    """Whether all sequences are sure to have `max_seqlen_q` queries."""
+    return sizes.total_q == sizes.batch * sizes.max_seqlen_q and not signature.has_used_q
+
+
+def is_little_work(signature: Signature, sizes: PackedSizes) -> bool:
+    """Whether a call on a cache is so short that the tile table takes more time than it saves."""
+    work = sizes.total_q * sizes.heads * sizes.max_seqlen_k
+    return are_equal(signature, sizes) and work < LITTLE_WORK
+
+
 def may_have_short(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether a sequence may be short, as lengths may differ."""
-    are_equal = sizes.total_q >= sizes.batch * sizes.max_seqlen_q
-    return signature.has_used_q or not are_equal
+    """Whether a sequence may be short, as lengths may differ. Rows of q may be padded."""
+    return signature.has_used_q or sizes.total_q < sizes.batch * sizes.max_seqlen_q
 
 
 def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
@@ -542,7 +557,7 @@ RULES = {
     CACHE: (
         Case(NOTHING, "no row, no sequence or no head", has_no_query),
         Case(ZEROS, "the cache has room for no key", has_no_key),
-        Case(DECODE, "no `cu_seqlens_q`",
+        Case(DECODE, "no `cu_seqlens_q`, and at most 64 queries or none that lie as packed ones",
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
         Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
@@ -551,11 +566,15 @@ RULES = {
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
              "block (often 128) share no divisor of at least 8",
              lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
+        Case(DECODE, "all sequences have `max_seqlen_q` queries, and (rows of q) x (query heads) x "
+             "(keys that a sequence has room for) is less than 2^24",
+             lambda sig, n: n.max_seqlen_q if is_little_work(sig, n) else 0),
         Case(BOTH_SPLIT, "lengths may differ, and the GPU can split tiles",
              queries_if_short_and_split),
         Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
         Case(DECODE, "few tiles meet long keys",
              lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),
+        Case(FORWARD, "all sequences have `max_seqlen_q` queries", are_equal),
         Case(BOTH, "all others", lambda sig, _: sig.short_limit),
     ),
 }  # fmt: skip

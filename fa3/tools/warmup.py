@@ -231,9 +231,15 @@ def kernels_of(
                 # With tiles cut, and whole.
                 yield from kernels_on_cache(model, window, cache)
                 yield from kernels_on_cache(model, window, cache, num_splits=1)
-                head_dims = model.head_dim, model.head_dim_v
-                options = {"batch_indexed": False, "ragged": False, "fp8": cache.is_fp8}
-                yield Append(model.out_dtype, *head_dims, page_size > 0, rotary=rotary, **options)
+                tiled = list(tiled_kernels(model, window, cache))
+                yield from tiled
+                # Tiles are made of lengths with the new tokens.
+                for writes_lengths in [False, *[True] * bool(tiled)]:
+                    yield Append(
+                        model.out_dtype, model.head_dim, model.head_dim_v, page_size > 0,
+                        batch_indexed=False, ragged=False, rotary=rotary,
+                        writes_lengths=writes_lengths, fp8=cache.is_fp8,
+                    )  # fmt: skip
 
 
 def spec_of(model: Model, window: Window, on_cache: bool = False) -> AttentionSpec:
@@ -291,6 +297,14 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
     """Launches of packed queries on pages, few or many per sequence."""
     cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
     yield from kernels_on_cache(model, window, cache, is_packed=True)
+    tiled = list(tiled_kernels(model, window, cache))
+    yield from tiled
+    if tiled:
+        yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
+
+
+def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[Kernel]:
+    """What the forward kernel needs for calls on a cache; nothing where it has none of them."""
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
         tight = window.tighten(*sizes)
@@ -302,7 +316,6 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         if signature.may_have_both:
             launches = signature.launches() + signature.launches(splits=True)
             yield from (one.kernel for one in launches)
-            yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
 
 def kernels_on_cache(
