@@ -8,6 +8,7 @@ outputs are merged in float32 by their log-sum-exps.
 Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention (arXiv 2310.01889).
 """
 
+import functools
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -98,18 +99,19 @@ class Hops:
         """Yield each hop and its keys and values, which were kept or come now."""
         # Copy engines want rows without gaps.
         hops, own, waits = self.hops[::step], (k.contiguous(), v.contiguous()), list[Callable]()
+        pairs = [kept[i : i + 2] for i in range(0, len(kept), 2)][::step]
         for i, hop in enumerate(hops):
             for coming in (after.coming for after in hops[len(waits) : i + 2]):
                 if coming and not kept:
                     waits.append(coming.start(own))
                 else:
-                    waits.append((lambda: kept) if coming else lambda: own)
+                    waits.append(functools.partial(tuple, pairs.pop(0) if coming else own))
             yield hop, waits[i]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:3], v.shape[3])
-        kept: Sequence[Tensor] = (k, v)
+        kept = list[Tensor]()
         total: Any = None
         for hop, keys in self.arrivals(k, v, 1):
             for part in hop.parts:
@@ -124,7 +126,7 @@ class Hops:
                 merge_into(total[:, rows], lses[0][1][:, :, rows], *more)
             if self.keeps and hop.coming:
                 # Other calls write to memory that ranks share.
-                kept = [x.clone() for x in keys] if hop.coming.in_shared_memory else keys
+                kept += [x.clone() for x in keys] if hop.coming.in_shared_memory else keys
         out = out if total is None else total.to(q.dtype)
         saved = q, out, k, v, *kept, *(lse for _, lse in lses)
         return out, lse_of_rows(lses) if returns_lse else None, saved
@@ -138,11 +140,12 @@ class Hops:
         dkv_dtype = self.dkv_dtype or saved[2].dtype
         # One part's dK and dV need no sums.
         sums = len(self.hops) > 1 or bool(self.hops[0].going) or len(self.hops[0].parts) > 1
-        (q, out, k, v, *kept), lses = saved[:6], list(saved[6:])
+        num_kept = 2 * self.keeps * sum(1 for hop in self.hops if hop.coming)
+        (q, out, k, v, *kept), lses = saved[: 4 + num_kept], list(saved[4 + num_kept :])
         query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for hop, keys in self.arrivals(k, v, -1, kept if self.keeps else ()):
+        for hop, keys in self.arrivals(k, v, -1, kept):
             hop_terms = Terms()
             for part in hop.parts[::-1]:
                 rows = part.rows
@@ -227,13 +230,13 @@ def ring(call: RankCall) -> Hops:
     split, part = call.split, call.part
     held = [tuple(together(one) or one[:1]) for one in split.chunks]
     steps = [tuple(held[i - step] for i in range(len(held))) for step in range(len(held))]
-    first, *others = hops_of(call, steps)
+    first, *others = hops_of(call, steps, keeps(call))
     window = part.options.window
     if window.left < 0 and window.right <= 0:
         # A rank's chunks are in order, so a causal mask is right inside of them.
         rows = slice(0, split.rows[split.rank])
         first = Hop((replace(part, rows=rows, keys=rows),))
-    return Hops.of((first, *others))
+    return Hops.of((first, *others), keeps(call))
 
 
 def packed_gather(call: RankCall) -> Hops:

@@ -194,6 +194,9 @@ class Transfer:
             shared.stream.wait_event(self.begun)
             if not self.is_free:
                 shared.meet()
+                # Kernels that follow would take all SMs, and ranks would meet after them.
+                self.begun.record(shared.stream)
+                current.wait_event(self.begun)
             for (i, here, *_), place in zip(self.leaving, self.places, strict=True):
                 place.copy_(tensors[i][here])
             shared.meet()
