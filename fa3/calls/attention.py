@@ -543,7 +543,7 @@ def run_call(
         batch = ends_q.shape[0] - 1
         if metadata is not None and metadata.batch != batch:
             metadata.check(batch=batch)
-        check_totals(q, k, v, out, batch, kind == PACKED, call.most_queries)
+        check_totals(values, batch, kind == PACKED, call.most_queries)
     if call.overlaps is not None:
         call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
     scale, dropout, length = values["softmax_scale"], None, values["cache_length"]
@@ -564,6 +564,6 @@ def run_call(
     if not has_gradient:
         out, lse = call.attend(values, longest, returns_lse)
         return (out, lse) if returns_lse else out
-    check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
+    check_differentiable(values, options.pack_gqa)
     backward = BackwardCall(call.problem, longest, scale, deterministic, call.num_sms)
     return attend_differentiably((call, values, backward, returns_lse), q, k, v, *read)

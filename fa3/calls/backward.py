@@ -9,7 +9,7 @@ of queries by keys: P is computed again from them.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ from fa3.reference.backward import (
 )
 from fa3.reference.dropout import Dropout
 from fa3.reference.walker import PackedLengths
-from fa3.scores.scores import Score
 
 
 class PreparedBackward(NamedTuple):
@@ -253,21 +252,14 @@ def wants_gradient(
     )
 
 
-def check_differentiable(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    score: Score | None,
-    out: torch.Tensor | None,
-    pack_gqa: bool | None = None,
-) -> None:
-    """Raise unless a call that wants a gradient can have one."""
-    if q.dtype == FP8_DTYPE:
+def check_differentiable(values: Mapping[str, Any], pack_gqa: bool | None) -> None:
+    """Raise unless a call that wants a gradient can have one; `values` are by name."""
+    out, score = values["out"], values["score"]
+    if values["q"].dtype == FP8_DTYPE:
         raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")
     if out is score is None and not pack_gqa and not _are_functorch_transforms_active():
         return
-    by_name = {"q": q, "k": k, "v": v, "sinks": sinks}
+    by_name = {name: values[name] for name in ("q", "k", "v", "sinks")}
     name = next(
         name for name, tensor in by_name.items() if tensor is not None and tensor.requires_grad
     )

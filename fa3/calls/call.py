@@ -489,16 +489,13 @@ def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -
 
 
 def check_totals(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
+    tensors: Mapping[str, Any],  # by name
     batch: int,
     are_packed: bool,  # whether k and v are packed too
     most_queries: int = MOST_RAGGED_ROWS,  # rows of q at most
 ) -> None:
     """Raise unless packed tensors have equal totals that 32 bits can count."""
-    total_q, heads, _ = q.shape
+    (total_q, heads, _), out = tensors["q"].shape, tensors.get("out")
     if heads * (total_q // FEWEST_ROWS + batch) > MOST_FORWARD_TILES:
         tiles = MOST_FORWARD_TILES // heads - batch
         most_queries = min(most_queries, (tiles + 1) * FEWEST_ROWS - 1)
@@ -508,11 +505,11 @@ def check_totals(
         raise ValueError(f"out must have {total_q} rows like q, got {out.shape[0]}")
     if not are_packed:
         return
-    total_k = k.shape[0]
+    total_k, rows_v = tensors["k"].shape[0], tensors["v"].shape[0]
     if total_k > MOST_RAGGED_ROWS:
         raise ValueError(f"k must have at most {MOST_RAGGED_ROWS} rows, got {total_k}")
-    if v.shape[0] != total_k:
-        raise ValueError(f"v must have {total_k} rows like k, got {v.shape[0]}")
+    if rows_v != total_k:
+        raise ValueError(f"v must have {total_k} rows like k, got {rows_v}")
 
 
 # ----------------------------------------------------------------------------- a call on a cache

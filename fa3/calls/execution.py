@@ -195,9 +195,7 @@ class PackedCall:
         signature = self.signature
         route = signature.route(sizes)
         if route.name == routes.ZEROS:
-            sinks = values["sinks"] if signature.spec.sinks else None
-            names = "cu_seqlens_q", "seqused_q"
-            hide_all_keys(values["o"], values["lse"], sinks, *map(values.get, names))
+            hide_all_keys(values)
             return
         # Alone, the decode kernel knows the capacity of a cache.
         if route.has_forward or signature.call == routes.PACKED:

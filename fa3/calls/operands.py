@@ -6,7 +6,7 @@ The checks look at operands, so that their outcome can be remembered for repeate
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -331,17 +331,11 @@ def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) ->
     return row < end[torch.bucketize(row, ends[1:-1], right=True)]
 
 
-def hide_all_keys(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    # ends, used: cu_seqlens_q and seqused_q of packed queries, on out's device.
-    ends: torch.Tensor | None = None,
-    used: torch.Tensor | None = None,
-) -> None:
-    """Write the results of queries without keys: 0, and -inf or sinks.
-    Packed rows that are not used stay as they are."""
-    is_used = None if ends is None else used_queries(len(out), ends, used)
+def hide_all_keys(values: Mapping[str, Any]) -> None:
+    """Write o and lse of queries without keys: 0, and -inf or sinks.
+    Packed rows that are not used stay as they are. `values` are the call's, by name."""
+    out, lse, sinks, ends = (values[name] for name in ("o", "lse", "sinks", "cu_seqlens_q"))
+    is_used = None if ends is None else used_queries(len(out), ends, values["seqused_q"])
     if is_used is None:
         out.zero_()
     else:

@@ -435,10 +435,11 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     options = Options(
         window, softcap, has_dropout=dropout is not None, functions=functions, kind=kind
     )
-    described = describe_tensors(call | {"out": None}, Options(kind=kind))
+    tensors = call | {"out": None}
+    described = describe_tensors(tensors, Options(kind=kind))
     problem = prepare_without_lengths(checked_problem, described, options)
     if longest is not None:
-        check_totals(q, k, v, None, lengths[0].shape[0] - 1, True)
+        check_totals(tensors, lengths[0].shape[0] - 1, True)
     d_out, d_lse = check_results(call)
     if longest is not None and is_visible(lengths[0]):
         check_lengths(lengths, (len(q), len(k)), longest)
@@ -511,7 +512,7 @@ def make_differentiable(arguments: dict[str, Any]) -> None:
     arguments["mask"], arguments["mask_tensors"] = flatten_function("mask", mask, Mask)
     q, k, v, sinks = arguments["q"], arguments["k"], arguments["v"], arguments["sinks"]
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, arguments["out"], arguments.get("pack_gqa"))
+        check_differentiable(arguments, arguments.get("pack_gqa"))
         arguments |= {"num_splits": 1, "pack_gqa": False}
     refuse_gradients({"alibi_slopes": arguments["alibi_slopes"]})
     for kind in ("score", "mask"):

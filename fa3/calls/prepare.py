@@ -198,7 +198,7 @@ class PreparedAttention:
             return out, lse
         if self.kernels is None:
             if ends_q is None or ends_q.shape[0] > 1:
-                hide_all_keys(out, lse, values["sinks"], ends_q, values["seqused_q"])
+                hide_all_keys(values)
             return out, lse
         sizes = None
         if ends_q is not None and isinstance(self.kernels, PackedCall):

@@ -95,7 +95,7 @@ def quantize(
         prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
         kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)
         batch, totals = cu_seqlens_q.shape[0] - 1, (q.shape[0], k.shape[0])
-        check_totals(q, k, v, None, batch, True)
+        check_totals(tensors, batch, True)
         if is_visible(cu_seqlens_q):
             check_lengths((*ends, None, None), totals, totals)
     else:
