@@ -103,7 +103,7 @@ class Hops:
         for i, hop in enumerate(hops):
             for coming in (after.coming for after in hops[len(waits) : i + 2]):
                 if coming and not kept:
-                    waits.append(coming.start(own))
+                    waits.append(coming.start(own, meets=True))
                 else:
                     waits.append(functools.partial(tuple, pairs.pop(0) if coming else own))
             yield hop, waits[i]()

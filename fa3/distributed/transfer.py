@@ -145,14 +145,15 @@ class Transfer:
         first = [self.group.size()] * (self.heads == "join")
         return [(*first, self.batch, total, *sizes) for *sizes, _ in self.kinds]
 
-    def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def start(self, tensors: Sequence[Tensor], meets: bool = False) -> Callable[[], list[Tensor]]:
         """Begin, after what the current stream does now. Return what waits for the tensors that
         come, and returns them. In shared memory they are there until it is written again, unless
-        they are joined or put in order."""
+        they are joined or put in order. If the current stream meets the other ranks', too, kernels
+        that follow cannot keep them waiting on SMs that they have taken."""
         if self.before is not None:
             tensors = [x.index_select(1, self.before) for x in tensors]
         if self.in_shared_memory:
-            wait, places = self.push(tensors), self.own_places
+            wait, places = self.push(tensors, meets), self.own_places
         else:
             shapes = self.shapes(self.exchange.totals[self.rank])
             results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
@@ -183,7 +184,7 @@ class Transfer:
 
         return wait
 
-    def push(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def push(self, tensors: Sequence[Tensor], meets: bool) -> Callable[[], list[Tensor]]:
         """Begin to copy into other ranks' memory."""
         shared, kept = self.shared, list(tensors)
         # Without a number torch would look for the device, several times as long.
@@ -194,7 +195,7 @@ class Transfer:
             shared.stream.wait_event(self.begun)
             if not self.is_free:
                 shared.meet()
-                # Kernels that follow would take all SMs, and ranks would meet after them.
+            if meets:
                 self.begun.record(shared.stream)
                 current.wait_event(self.begun)
             for (i, here, *_), place in zip(self.leaving, self.places, strict=True):
