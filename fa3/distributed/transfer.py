@@ -206,7 +206,7 @@ class Transfer:
             torch.cuda.set_stream(current)
 
         def wait() -> list[Tensor]:
-            torch.cuda.current_stream(self.device.index).wait_event(self.ended)
+            current.wait_event(self.ended)
             kept.clear()
             return self.arrived
 
