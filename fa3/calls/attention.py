@@ -502,11 +502,10 @@ def describe_call(
 
 
 def run_call(
-    kind: str,
-    values: dict[str, Any],  # all `NO_VALUES`; more are added
-    passed: tuple,  # the options, as `options_of` takes them
+    kind: str, values: dict[str, Any], passed: tuple
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What a public function returns."""
+    """What a public function returns.
+    `values` are all `NO_VALUES`; more are added. `passed` are the options for `options_of`."""
     q, k, v, ends_q = values["q"], values["k"], values["v"], values["cu_seqlens_q"]
     slopes, sinks, out = values["alibi_slopes"], values["sinks"], values["out"]
     metadata = values["scheduler_metadata"]

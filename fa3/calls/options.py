@@ -102,12 +102,8 @@ class Checked(NamedTuple):
     latest: FastPath  # the latest call with these options
 
 
-def options_of(
-    kind: str,
-    values: Mapping[str, Any],  # of the call, by name
-    passed: tuple,  # the options, in the order of `OPTIONS_OF`
-) -> Checked:
-    """Check the options of a call, or look up equal ones."""
+def options_of(kind: str, values: Mapping[str, Any], passed: tuple) -> Checked:
+    """Check the options of a call, or look up equal ones; `passed` is as `OPTIONS_OF` says."""
     window_size, prepared_by = values["window_size"], pick_prepared_by(values)
     try:
         left, right = window_size if type(window_size) is tuple else as_pair(window_size)

@@ -372,12 +372,11 @@ def choose_dense(
 
 
 def launches_of_route(
-    signature: Signature,
-    name: str,
-    most_queries: int = 1,  # as in `Route`; any has the same kernels, but many may take combine
-    decode_plan: Callable[[int, bool], DecodePlan] | None = None,  # if not the signature's
+    signature: Signature, name: str, most_queries: int = 1, decode_plan: Callable | None = None
 ) -> list[Launch]:
-    """Return the launches of a route of packed queries."""
+    """Return the launches of a route of packed queries.
+    Any `most_queries` have the same kernels, but many may take combine. `decode_plan` is given if
+    it is not the signature's."""
     if name in (NOTHING, ZEROS):
         return []
     if name == SHARED:
