@@ -48,6 +48,7 @@ WORDS = {
 """A regular expression -> what to write instead."""
 
 MOST_WORDS = 35
+MOST_FIRST_WORDS = 14
 
 MODULES = sorted((ROOT / "fa3").rglob("*.py"))
 UNREAD: tuple[str, ...] = ()
@@ -161,6 +162,24 @@ def test_words_of_docstrings_are_plain():
     ]
     assert any(name.startswith("fa3/calls/attention.py") for name, _ in texts)
     assert found_in(texts) == []
+
+
+def test_first_lines_of_docstrings_are_short():
+    """What is in brackets counts as one word."""
+    first = [
+        (f"{module.relative_to(ROOT)}:{node.body[0].lineno}", text.splitlines()[0])
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and (text := ast.get_docstring(node))
+    ]
+    assert len(first) > 1000
+    long = [
+        (place, line)
+        for place, line in first
+        if len(re.sub(r"`[^`]*`|\([^()]*\)", "x", line).split()) > MOST_FIRST_WORDS
+    ]
+    assert long == []
 
 
 def test_words_of_public_docstrings_are_plain():

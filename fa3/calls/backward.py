@@ -253,7 +253,7 @@ def wants_gradient(
 
 
 def check_differentiable(values: Mapping[str, Any], pack_gqa: bool | None) -> None:
-    """Raise unless a call that wants a gradient can have one; `values` are by name."""
+    """Raise unless a call that wants a gradient can have one."""
     out, score = values["out"], values["score"]
     if values["q"].dtype == FP8_DTYPE:
         raise NotImplementedError("q, k, v and sinks must not require grad with q in FP8")

@@ -281,7 +281,7 @@ class PackedCall:
 
 
 class EqualQueries(NamedTuple):
-    """How calls on a cache run whose sequences have equally many queries: as packed queries."""
+    """How calls on a cache with equally many queries run: packed."""
 
     packed: PackedCall
     sizes: PackedSizes

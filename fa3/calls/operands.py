@@ -51,8 +51,8 @@ class Operand(NamedTuple):
         return 0 if 0 in self.shape else self.within(math.inf)
 
     def within(self, step: float) -> int:
-        """Bytes of what lies within steps of so many bytes, if all longer strides are multiples of
-        it; else more than a step."""
+        """Bytes of what lies within steps of so many bytes.
+        More than a step unless all longer strides are multiples of it."""
         itemsize, inner = self.dtype.itemsize, 0
         for stride, size in self.steps:
             if stride * itemsize < step:

@@ -429,7 +429,7 @@ def vectors_of_row(call: AttentionCall, heads: int) -> int:
 
 
 def append_kernel(call: AttentionCall, rotary_interleaved: bool, has_tiles: bool) -> Append:
-    """The kernel that appends k and v of this call, before kernels that may have a tile table."""
+    """The kernel that appends k and v of this call."""
     check_vectors(call)
     rotary = None
     if call.rotary_cos is not None:

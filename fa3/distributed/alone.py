@@ -60,7 +60,7 @@ class KeyPart:
         return replace(self, options=self.options._replace(sm_margin=margin))
 
     def moved(self, rows: int, keys: int, document: int) -> "KeyPart":
-        """Return the part of a document that has so many rows and keys before it."""
+        """Return a document's part with so many rows and keys before it."""
         at = slice(self.rows.start + rows, self.rows.stop + rows)
         of_keys = slice(self.keys.start + keys, self.keys.stop + keys)
         return replace(self, rows=at, keys=of_keys, documents=(document,))
@@ -76,8 +76,9 @@ class KeyPart:
         return slopes.index_select(0, numbers_on(slopes.device, *self.documents))
 
     def forward(self, tensors: Any, modifiers: tuple) -> tuple[Tensor, Tensor]:
-        """Write out, or a new tensor; return it with the log-sum-exp. Tensors are q, k and v of the
-        part alone, and out or None; modifiers are alibi_slopes and sinks, or None."""
+        """Write out, or a new tensor; return it with the log-sum-exp.
+        Tensors are q, k and v of the part alone, and out or None; modifiers alibi_slopes and
+        sinks."""
         q, k, v, out = self.without_batch(tensors)
         (slopes, sinks), (ends_q, ends_k, longest) = modifiers, self.lengths or (None, None, None)
         slopes = self.slopes_of(slopes)

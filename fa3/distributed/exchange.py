@@ -18,8 +18,8 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 
 def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process group of an argument `group`, where None stands for all ranks. Of a mesh
-    of two dimensions return the groups along both, too."""
+    """Return the process group of an argument `group`; None means all ranks.
+    Of a mesh of two dimensions return the groups along both, too."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed must be initialised: call init_process_group first")
     along: list[dist.ProcessGroup] = []
@@ -109,7 +109,7 @@ def agree_on_rows(
     asked: Mapping[str, object],
     error: Exception | None = None,
 ) -> int:
-    """Return the rows of the whole sequence; raise on all ranks if one cannot go on.
+    """Return the rows of the whole sequence, or raise on all ranks.
     What is asked, by name, must be the same on all ranks. All raise the error of one."""
     said: list[Any] = [None] * group.size()
     texts = {name: f"{value}" for name, value in asked.items()}

@@ -122,7 +122,7 @@ def even(total: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Zigzag(SequenceLayout):
-    """Rank r of n has chunks r and 2n - 1 - r of 2n.
+    """Rank r of n has the chunks r and 2n-1-r of 2n.
     Causal attention is the same work for all. Torch's `_HeadTailLoadBalancer` has this order."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:

@@ -146,10 +146,10 @@ class Transfer:
         return [(*first, self.batch, total, *sizes) for *sizes, _ in self.kinds]
 
     def start(self, tensors: Sequence[Tensor], meets: bool = False) -> Callable[[], list[Tensor]]:
-        """Begin, after what the current stream does now. Return what waits for the tensors that
-        come, and returns them. In shared memory they are there until it is written again, unless
-        they are joined or put in order. If the current stream meets the other ranks', too, kernels
-        that follow cannot keep them waiting on SMs that they have taken."""
+        """Begin after the current stream's work; return what waits for tensors.
+        It returns the tensors that come. In shared memory they are there until it is written again,
+        unless they are joined or put in order. If the current stream meets the other ranks', too,
+        kernels that follow cannot keep them waiting on SMs that they have taken."""
         if self.before is not None:
             tensors = [x.index_select(1, self.before) for x in tensors]
         if self.in_shared_memory:

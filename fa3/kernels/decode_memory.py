@@ -156,8 +156,9 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def holds_q(self) -> bool:
-        """Whether a tile's Q stays in registers, so that Q K^T does not read it from shared memory,
-        which limits the speed on an FP8 cache. At larger head sizes there are too few registers."""
+        """Whether a tile's Q stays in registers, for an FP8 cache.
+        Then Q K^T does not read it from shared memory, which limits the speed there. At larger head
+        sizes there are too few registers."""
         return self.cache.is_fp8 and max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
 
     @property

@@ -94,7 +94,7 @@ class Fp8Products(SixteenBits):
 
 
 class Fp8Keys(SixteenBits):
-    """q in 16 bits on an FP8 cache: two warps convert K and V to fp16, consumers their rows of q.
+    """q in 16 bits on an FP8 cache: K, V and q become fp16.
     To bf16 K and V would take four times as many instructions: 15% of a call's time."""
 
     converts_q = True

@@ -135,8 +135,8 @@ class TileTableArguments(NamedTuple):
 
 
 class DecodeShare(NamedTuple):
-    """The work of the forward kernel and of the decode kernel, in the forward kernel's blocks for
-    each key/value head."""
+    """The work of forward and decode kernel, for each key/value head.
+    It counts in blocks of the forward kernel."""
 
     long: Float32
     short: Float32
@@ -157,8 +157,8 @@ class DecodeShare(NamedTuple):
         return count if self.short > 0.0 else Int32(0)
 
     def blocks_beside(self, num_ctas: Int32, heads_kv: Int32) -> Int32:
-        """Key blocks that a CTA of the forward kernel has time for while the decode kernel has so
-        many CTAs."""
+        """Key blocks that a forward CTA has time for while decode runs.
+        The decode kernel has so many CTAs."""
         blocks = self.short * Float32(heads_kv) / Float32(cutlass.max(num_ctas, 1))
         return Int32(blocks * SLOWER_BESIDE) + BLOCKS_BESIDE
 
@@ -243,8 +243,8 @@ class TileTable(KernelBase):
 
     @cute.jit
     def read_few(self, call: TileTableArguments, lane: Int32) -> tuple:
-        """Return this lane's sequence, the place of its first record, and the sum of tiles over the
-        lanes up to this one; all sequences fit in a warp."""
+        """Return this lane's sequence, its first record, and tiles up to this lane.
+        All sequences fit in a warp."""
         self.await_lengths(call, lane)
         lane_sequence = self.read(call, lane)
         num_tiles, num_sequences = lane_sequence.num_tiles, call.queries.num_sequences
@@ -266,8 +266,8 @@ class TileTable(KernelBase):
         write_record(call.table, Int32(-TABLE_HEADER // RECORD), tuple(words), is_one)
 
     def used(self, call: TileTableArguments, num_tiles: Int32) -> Int32:
-        """Records that the table gets. Lengths may be so wrong that 32 bits cannot count the tiles:
-        then their number is negative."""
+        """Records that the table gets, negative if 32 bits cannot count the tiles.
+        Then lengths are wrong."""
         return cutlass.max(cutlass.min(num_tiles, call.capacity), 0)
 
     @cute.jit
@@ -490,8 +490,9 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
 def place_of_tile(
     count: Int32, owner: Int32, before: Int32, parts: Int32, num_lanes: Int32
 ) -> Int32:
-    """The place of a tile of lane `owner`, with so many parts, among the parts of all lanes, which
-    have `count` each. `before` parts of the lane follow it. Tiles that most follow come first."""
+    """The place of a tile of lane `owner`, among the parts of all lanes.
+    The lanes have `count` parts each. `before` parts of the lane follow it. Tiles that most follow
+    come first."""
     place = Int32(0)
     for first in cutlass.range(0, num_lanes, AT_ONCE):
         for i in cutlass.range_constexpr(AT_ONCE):

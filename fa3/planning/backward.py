@@ -359,15 +359,16 @@ class BackwardPlan(PlanBase):
 
     @property
     def is_small(self) -> bool:
-        """Whether there are so few parts that one or two head groups should have all of them; with
-        a bound to the right not in a fixed order."""
+        """Whether one or two head groups should have all parts.
+        That is so for few parts; with a bound to the right not in a fixed order."""
         is_free = not self.is_ordered or self.problem.window.right == NO_BOUND
         return is_free and self.num_parts <= MOST_OF_TWO_GROUPS
 
     @property
     def is_halved(self) -> bool:
-        """Whether so few parts are in two head groups, not in one: if L2 does not hold all, or if
-        the preprocess kernel does all. Two unequal groups would lose more than that gains."""
+        """Whether few parts are in two head groups, not in one.
+        That is so if L2 does not hold all, or if the preprocess kernel does all. Two unequal groups
+        would lose more than that gains."""
         fits = self.problem.num_heads_q * self.problem.batch <= self.heads_in_l2
         is_short = TILES_OF_WAVE < self.num_parts <= 2 * TILES_OF_WAVE and not self.is_ordered
         return self.heads % 2 == 0 and (is_short or not fits)
@@ -379,7 +380,7 @@ class BackwardPlan(PlanBase):
 
     @property
     def accumulators(self) -> int:
-        """dQ accumulators: two in a fixed order where handing on a block takes longer than a step.
+        """dQ accumulators: two where handing on takes longer than a step.
         That is so where all parts of query blocks begin at once, or where key tiles are one short
         block apart, and sequences long enough to pay for the memory (docs/experiments.md)."""
         is_long = self.problem.seqlen_k > MORE_KEYS_UNZEROED
@@ -432,7 +433,7 @@ class BackwardPlan(PlanBase):
 
     @property
     def heads_per_group(self) -> int:
-        """Heads with Q, dO and dQ that fit into L2 together, and key tiles that run together.
+        """Heads of a head group, whose Q, dO and dQ fit into L2.
         So a head's tiles add to dQ at the same time. Sets of query heads count as heads. A few
         heads more or less make groups about equal, so that the last one is not small."""
         problem, waves = self.problem, self.waves
@@ -549,7 +550,7 @@ def launch_of_packed(
 def shares_of_packed(
     spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
 ) -> KeyShares:
-    """How CTAs share the key tiles of packed sequences; the host does not know their lengths.
+    """How CTAs share the key tiles of packed sequences.
     One sequence is taken to be the longest, and all others to be equally long. Lengths are rounded,
     so that steps of a training lead to few choices."""
     total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows

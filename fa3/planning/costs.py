@@ -90,8 +90,8 @@ class TileCosts(NamedTuple):
         return self.tile_us + full * self.full_us + masked * self.masked_us
 
     def part_us_if(self, merges):
-        """Microseconds that parts take in addition which merge, or leave their output, as a bool or
-        an array. The ratio of both is MERGE_US / LEAVE_US."""
+        """Microseconds that a part adds: one that merges, or another.
+        `merges` is a bool or an array. The ratio of both is MERGE_US / LEAVE_US."""
         share = 2 / (MERGE_US + LEAVE_US) * (LEAVE_US + merges * (MERGE_US - LEAVE_US))
         return self.part_us * share
 

@@ -123,8 +123,8 @@ class Sizes(NamedTuple):
         return self.batch * self.heads_kv * self.num_m_blocks
 
     def check(self, queries: str) -> None:
-        """Raise ValueError, with the name of the queries, if 32 bits cannot count all rows and
-        keys."""
+        """Raise ValueError if 32 bits cannot count all rows and keys.
+        It names the queries."""
         if self.rows > MOST_ROWS:
             raise ValueError(
                 f"{queries} must give a key/value head at most {MOST_ROWS} rows, got {self.rows}"
@@ -144,9 +144,9 @@ class Sizes(NamedTuple):
             )
 
     def bounds(self, window: Window) -> Window:
-        """The window as kernels get it: without a bound to the left that hides nothing, but always
-        with one to the right, so that calls with one query and with several, causal or not, have
-        one kernel."""
+        """The window as kernels get it, always with a bound to the right.
+        A bound to the left that hides nothing is left out. So calls with one query and with
+        several, causal or not, have one kernel."""
         left, right = window.tighten(self.seqlen_q, self.capacity)
         return Window(left, self.seqlen_q - 1 if right == NO_BOUND else right)
 
@@ -282,8 +282,8 @@ class DecodePlan(PlanBase):
         return rows_of_parts(self.sizes, self.num_ctas, self.sizes.heads_kv, blocks) <= MOST_MERGED
 
     def combine(self) -> Combine | None:
-        """The kernel that merges parts where the other one does not; None if that always does, or
-        the cut leaves no parts."""
+        """The kernel that merges parts where decode does not; or None.
+        None if the decode kernel always merges, or the cut leaves no parts."""
         if isinstance(self.cut, CtaGroups) or not self.cut.has_parts:
             return None
         spec = self.spec
@@ -297,8 +297,8 @@ class DecodePlan(PlanBase):
 
     @property
     def clears_records(self) -> bool:
-        """Whether records must be zero before the launches: there is one for each tile that a call
-        may have, and sequences with fewer queries have fewer."""
+        """Whether records must be zero before the launches.
+        There is one for each tile that a call may have; short sequences have fewer."""
         return self.is_packed and isinstance(self.cut, FixedSplit)
 
     def launches(self) -> tuple[Launch, ...]:
@@ -349,16 +349,15 @@ class DecodePlan(PlanBase):
         return self.sizes.num_m_blocks == 1 and head_dim <= MEASURED_HEAD_DIM
 
     def beats(self, others: Iterable[Candidate]) -> bool:
-        """Whether it is predicted to be faster than all plans of the forward kernel, by more than
-        the margin."""
+        """Whether it is predicted to be faster than all forward plans.
+        By more than the margin."""
         us = self.predict().mean_us
         margin = LEAST_MARGIN if self.is_measured else UNSURE
         best = min(other.prediction.mean_us for other in others)
         return best - us > least_gain(us, margin)
 
     def compare_with(self, plan: Candidate, others: Iterable[Candidate]) -> str:
-        """Compare it with the forward kernel's plan and what that was compared with, in a
-        sentence."""
+        """Compare it in a sentence with the plans of the forward kernel."""
         us, forward_us = self.predict().us, plan.prediction.us
         when = "unless pack_gqa is False" if self.beats((plan, *others)) else "if pack_gqa is True"
         remark = "" if self.is_measured else ", not measured"
@@ -431,7 +430,7 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 
 
 def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
-    """Blocks of 64 keys, in as many stages as hold the bytes in flight, at least two.
+    """Blocks of 64 keys, with stages that hold the bytes in flight.
     Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps."""
     if cache.is_fp8:
         return fp8_config(spec, cache.box(TILE_N) == 0)
@@ -506,14 +505,14 @@ def choose_cut(
 
 
 def rows_of_parts(sizes: Sizes, num_ctas: int, num_heads: int, blocks: int) -> int:
-    """Rows of all parts of a tile, at most or nearly: so many heads of a sequence are equally long,
-    and so many CTAs share them."""
+    """Rows of all parts of a tile, at most or nearly.
+    So many heads of a sequence are equally long, and so many CTAs share them."""
     return min(sizes.rows, ROWS) * min(num_ctas // num_heads, blocks)
 
 
 def keys_of_unit(rows: int) -> tuple[int, int]:
-    """Fewest and most keys of a unit in batch-invariant calls, by the query rows of a key/value
-    head.
+    """Fewest and most keys of a unit in batch-invariant calls.
+    By the query rows of a key/value head.
 
     A unit writes its rows in float32, which costs relatively more with fewer keys: 32 rows on
     16 x 8k keys took 157 us with 512, 127 us with 2048. But short sequences need many units to

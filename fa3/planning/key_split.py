@@ -110,8 +110,9 @@ def may_have_parts(num_parts: int, num_sms: int) -> bool:
 def ways_to_share(
     tiles: tuple[KeyTileWork, ...], group: int, most_parts: float, is_ordered: bool, waits: bool
 ) -> list[KeyShares]:
-    """Ways to share key tiles of `group` query heads. CTAs have equally many heads each, or some of
-    the query blocks. Up to `most_parts` parts of a key/value head run at the same time."""
+    """Ways to share key tiles of `group` query heads.
+    CTAs have equally many heads each, or some of the query blocks. Up to `most_parts` parts of a
+    key/value head run at the same time."""
     ways = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
     waves = 1 if waits else MOST_WAVES_OF_BLOCKS
     by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS]

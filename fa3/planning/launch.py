@@ -31,8 +31,8 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Any, kind: Any, **named: Any) -> "Launch":
-        """Return a launch with arguments of this kind. Arguments that are not named have their
-        default, or else the call's value of their name."""
+        """Return a launch with arguments of this kind.
+        Arguments that are not named have their default, or else the call's value of their name."""
         values = {name: FromCall(name) for name in kind._fields}
         arguments = values | kind._field_defaults | named
         assert arguments.keys() == values.keys()

@@ -74,8 +74,7 @@ class Plan(PlanBase):
 
     @property
     def recompute(self) -> "Plan | None":
-        """The recompute launch, for rows whose fixed row max was too far off; None with the
-        online softmax, which needs none."""
+        """The recompute launch, or None with the online softmax."""
         if not self.config.fixed_reference:
             return None
         config = self.config.recompute

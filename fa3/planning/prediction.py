@@ -117,7 +117,7 @@ class Load(NamedTuple):
 
 
 def loads_of_whole_tiles(tiled: TiledProblem) -> tuple[Load, Load]:
-    """Return the load if each tile goes to the first free cluster, and about the one of a list.
+    """Return the load if tiles go to the first free cluster.
     If that ends late, a `TileList` has the last tiles longest-first."""
     order, lanes = tiled.order, tiled.lanes
     rows = Segments.of(np.arange(order.num_m_blocks), tiled.blocks_of_rows)
@@ -197,8 +197,7 @@ class Prediction(NamedTuple):
 
 
 def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Prediction:
-    """Predict the time of a plan from its tiles, the name of its schedule, and its clusters'
-    load."""
+    """Predict a plan's time from its tiles, schedule name and load."""
     tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
     unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
     burst = load.last + load.rounds * unit_us

@@ -157,7 +157,7 @@ class Signature:
 
     @cached_property
     def shared_tiling(self) -> ForwardConfig | None:
-        """The tiling of tiles that sequences share, too short to gain by a fixed row max.
+        """The tiling of shared tiles, with an online softmax; or None.
         None if they cannot: where scores, a mask or dropout ask for a row's place in its sequence,
         and in FP8, whose scales are by sequence."""
         spec = self.spec
@@ -257,8 +257,8 @@ class Signature:
         return launches
 
     def shared_launches(self) -> list[Launch]:
-        """Return the launches of a call with shared tiles: their tables, the forward kernel, and
-        recompute for rows that are not finite, sequence by sequence."""
+        """Return the launches of a call with shared tiles.
+        Tables, the forward kernel, and recompute for rows that are not finite, by sequence."""
         config = self.shared_tiling
         assert config is not None
         kind = self.spec.mask, self.has_used_q, self.has_used_k
@@ -473,8 +473,8 @@ def queries_if_short_and_split(signature: Signature, sizes: PackedSizes) -> int:
 
 
 def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
-    """The most queries of a sequence if the forward kernel would leave SMs idle, and there are
-    keys enough to split; not `max_seqlen_q`, so that calls of all lengths have one plan."""
+    """The most queries that decode serves if forward would leave SMs idle.
+    Keys must be enough to split. Not `max_seqlen_q`: calls of all lengths have one plan."""
     num_tiles = (sizes.total_q // FEWEST_ROWS + sizes.batch) * sizes.heads
     may_split = signature.may_decode and not signature.num_splits
     is_few = may_split and num_tiles <= IDLE_SHARE * signature.gpu.num_sms
@@ -489,13 +489,13 @@ def are_equal(signature: Signature, sizes: PackedSizes) -> bool:
 
 
 def is_little_work(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether a call on a cache is so short that the tile table takes more time than it saves."""
+    """Whether the tile table of a call on a cache costs too much."""
     work = sizes.total_q * sizes.heads * sizes.max_seqlen_k
     return are_equal(signature, sizes) and work < LITTLE_WORK
 
 
 def may_have_short(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether a sequence may be short, as lengths may differ. Rows of q may be padded."""
+    """Whether a sequence may be short; rows may be padded."""
     return signature.has_used_q or sizes.total_q < sizes.batch * sizes.max_seqlen_q
 
 

@@ -49,7 +49,7 @@ class TiledProblem:
 
     @property
     def heads_per_section(self) -> int:
-        """Consecutive query heads whose K and V fit into L2 together: a section of the order.
+        """Consecutive query heads whose K and V fit into L2: a section.
         Without a mask it is the smaller `FULL_SHARE` of L2, if that holds two or more heads."""
         problem, spec = self.problem, self.problem.spec
         kv_bytes = max(1, problem.seqlen_k * spec.key_bytes)
@@ -278,7 +278,7 @@ def general_tiling(spec: AttentionSpec) -> ForwardConfig:
 
 
 def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling with a warpgroup for each half of a tile, in single CTAs, with the online softmax.
+    """The tiling with a warpgroup for each half of a tile.
     For tiles that sequences share, and for keys in a cache. There the producer needs registers to
     find pages, and queries come in chunks of few tiles."""
     rows = (row.config for row in TILINGS if row.config.consumers == HALVES and row.fits(spec))
@@ -286,8 +286,9 @@ def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
 
 
 def converting_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling for keys in an FP8 cache: as for 16 bits, with smaller blocks if these and loaded
-    ones do not fit. Where blocks have as many keys, results in fp16 have the bits of an fp16 cache.
+    """The tiling for keys in an FP8 cache.
+    As for 16 bits, with smaller blocks if these and loaded ones do not fit. Where blocks have as
+    many keys, results in fp16 have the bits of an fp16 cache.
     """
     config = replace(halved_tiling(spec), kv_stages=2, converted_stages=2)
     if config.smem_bytes(spec) > CAPACITY:

@@ -34,9 +34,9 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 
 
 class Fragments(NamedTuple):
-    """One thread's operands: descriptors q, k and vt; registers acc_O and p. Where Q K^T takes Q
-    from registers, q is these. In FP8, p is in words of four values: single values would be packed
-    at each use."""
+    """One thread's operands: descriptors q, k and vt; registers acc_O and p.
+    Where Q K^T takes Q from registers, q is these. In FP8, p is in words of four values: single
+    values would be packed at each use."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -227,8 +227,8 @@ class Attention:
 
     @cute.jit
     def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T and O += P V[n_block + 1] on the tensor cores; softmax of S. Without
-        overlap P V[n_block] follows instead."""
+        """S = Q K[n_block]^T and O += P V[n_block + 1]; softmax of S.
+        Without overlap P V[n_block] follows instead."""
         self.wait(self.pipeline_k, k_state)
         self.turns.wait()
         acc_S = self.issue_qk(k_state)

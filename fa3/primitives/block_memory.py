@@ -26,8 +26,8 @@ class BlockRing(NamedTuple):
 
 
 class BlockFields(NamedTuple):
-    """Types of fields of shared memory: for blocks and their mbarriers, and for loaded blocks and
-    theirs, which are empty unless warps rewrite blocks."""
+    """Types of fields of shared memory, for blocks and loaded blocks.
+    Loaded blocks, and their mbarriers, are empty unless warps rewrite blocks."""
 
     blocks: Any
     barriers: Any

@@ -223,8 +223,8 @@ class TransposedDropout:
     def of_pairs(
         self, words: RandomWords, m_block, count: int, in_flight: int
     ) -> Iterator[tuple[int, Uint32]]:
-        """Yield the words of a block of queries, each with a pair of an accumulator (keys,
-        queries).
+        """Yield the words of a query block, each with an accumulator's pair.
+        The accumulator is (keys, queries).
 
         The word has the pair's numbers when `movmatrix` has transposed it. `count` are the pairs.
         """

@@ -100,9 +100,9 @@ class BlockConverter(BlockRewriter):
                     cute.autovec_copy(converted[None, i], target)
 
     def vector(self, buffer: cute.Tensor, stage, column: int, group: int, i: int = 0):
-        """This lane's 16 bytes of a piece that begins at `column` of a group of rows; in 16 bits
-        vector `i` of its two. Addresses are computed here, not by the buffer's swizzle, so that
-        only what depends on lane and stage is computed by the kernel."""
+        """This lane's 16 bytes of a piece at `column` of some rows.
+        In 16 bits, vector `i` of its two. Addresses are computed here, not by the buffer's swizzle,
+        so that only what depends on lane and stage is computed by the kernel."""
         tile_n, columns, _ = (cute.size(buffer, mode=[mode]) for mode in range(3))
         size = buffer.element_type.width // 8
         width, loaded_width = box_bytes(columns, size), box_bytes(columns, 1)

@@ -57,8 +57,9 @@ class Fp8Attention(Attention):
 
     @property
     def overlaps(self) -> bool:
-        """Whether P V runs under the softmax of the next block. At head size 256 it does not:
-        ptxas would let WGMMAs wait for each other, for lack of registers."""
+        """Whether P V runs under the softmax of the next block.
+        At head size 256 it does not: ptxas would let WGMMAs wait for each other, for lack of
+        registers."""
         return self.rules.coords.width // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
 
     def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool) -> tuple:

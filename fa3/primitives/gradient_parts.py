@@ -55,9 +55,10 @@ class KeyWork(NamedTuple):
 
 
 class KeySplit(NamedTuple):
-    """How CTAs share a key tile. Its query heads are in equal sets. The blocks of a set's heads,
-    one head after another, are divided into equal parts, at most `block_parts`. Key tiles that few
-    others follow have fewer parts, as they have less work under a causal mask."""
+    """How CTAs share a key tile, whose query heads are in sets.
+    Sets are equal. The blocks of a set's heads, one head after another, are divided into equal
+    parts, at most `block_parts`. Key tiles that few others follow have fewer parts, as they have
+    less work under a causal mask."""
 
     sets: Divisor  # sets of a key/value head
     block_parts: Int32  # most parts of a set
@@ -174,7 +175,7 @@ class GradientParts:
 
     @cute.jit
     def join(self, accs: tuple, lane, slot, sibling, node) -> Boolean:
-        """Add the sibling's sum, or leave this warp's for the sibling; return whether it was added.
+        """Add the sibling's sum, or leave this warp's; return which.
         The counter of the part `node` tells whether one of the sums is in memory."""
         counter = self.tensors.counters.iterator + (node * self.warps + self.warp)
         count = Int32(0)
@@ -231,7 +232,7 @@ class GradientParts:
 
 
 def family_of(first, span):
-    """Return the first parts of the parent's children, and of the sibling, of a tree's node.
+    """Return first parts of a node's parent's children, and its sibling's.
     The node's parts are [first, first + span), where `span` is a power of two."""
     left = first - (first & span)
     return left, left + span, first ^ span

@@ -154,8 +154,8 @@ def query_blocks(
 
 
 def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The gradient of a key without a value: for sinks (heads,), from lse and delta
-    (batch, heads, seqlen_q).
+    """The gradient of sinks (heads,), which are keys without a value.
+    From lse and delta (batch, heads, seqlen_q).
     """
     p = torch.exp(sinks.float()[:, None] - lse)
     return -(p * delta).sum(dim=(0, 2)).to(sinks.dtype)

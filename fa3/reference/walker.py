@@ -172,7 +172,7 @@ class PackedLengths(NamedTuple):
         return self.cu_seqlens_q.shape[0] - 1
 
     def sequences(self) -> list[SequenceRows]:
-        """Where the rows of each sequence are that count. The tensors are on the CPU."""
+        """Where each sequence's rows are that count, on the CPU."""
         used_q, used_k = (None if x is None else x.tolist() for x in self[2:])
         queries = used_rows(self.cu_seqlens_q.tolist(), used_q)
         if self.cu_seqlens_k is None:

@@ -1,4 +1,4 @@
-"""Device memory that launches share: counters, parts, tables, and what a captured CUDA graph keeps.
+"""Device memory that launches share: counters, parts, tables, captures.
 
 Kernels find counters at zero and leave them at zero. A call owns its counters from before its first
 launch until it has issued its last one:
@@ -107,7 +107,7 @@ def idle_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def make_in_thread(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A tensor of the current stream that stays, made in a thread of its own.
+    """A lasting tensor of the current stream, made in another thread.
     A memory pool that the present thread allocates from takes no part in it: pools of compiled
     graphs must be empty when a graph is done."""
     if device.type != "cuda":
@@ -181,7 +181,7 @@ class Table:
 
     @classmethod
     def upload(cls, table: np.ndarray, device: torch.device) -> "Table":
-        """Copy a table to the GPU; wait for the copy but for no other work.
+        """Copy a table to the GPU; wait for the copy alone.
         Raises RuntimeError while a CUDA graph is captured."""
         if is_capturing(device):
             raise RuntimeError(

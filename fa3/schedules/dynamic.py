@@ -114,8 +114,8 @@ class Dynamic(Schedule):
 
     @cute.jit
     def send(self, count: Int32, *words: Int32):
-        """Put what is told of a tile into the mailbox, at most `told` numbers; one warp of the
-        producer calls this."""
+        """Put at most `told` numbers of a tile into the mailbox.
+        One warp of the producer calls this."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
         vectors = [words[i : i + QUAD] for i in range(0, len(words), QUAD)]
         cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
@@ -163,7 +163,8 @@ class Dynamic(Schedule):
 
 @dataclass(frozen=True)
 class InOrderQueue(Dynamic):
-    """`Dynamic` for tiles that wait for tiles before them: CTAs also ask for their first one.
+    """`Dynamic` for tiles that wait for tiles before them.
+    CTAs ask for their first tile, too.
     So whatever has a lower number is done, or a CTA is at work on it. A tile that a CTA has before
     it runs may come late: other kernels may have its SM, and wait in the same way."""
 

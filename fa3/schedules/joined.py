@@ -37,7 +37,7 @@ class MultiSequenceRecord(NamedTuple):
 
     @classmethod
     def of(cls, m_block, first_keys: tuple, end_keys: tuple, whole) -> "MultiSequenceRecord":
-        """Return the record of a tile, from the rows of k that each half of the tile sees.
+        """Return a tile's record, from the keys that each half sees.
         A half that sees no key has a first key past all keys and the end 0."""
         begin = smaller(*first_keys)
         end = larger(larger(*end_keys), begin)

@@ -33,7 +33,7 @@ def words_of_marks(num_tiles):
 
 
 class RecomputeMask(NamedTuple):
-    """The marks of a call: a bit for every tile, and a word for every warp with a bit for each row.
+    """The marks of a call: bits of tiles, and of rows.
     Marking reads nothing back from memory, so no warp waits for it."""
 
     words: cute.Tensor  # (size,) int32, zero before a call and after it
@@ -59,7 +59,7 @@ class RecomputeMask(NamedTuple):
 
     @cute.jit
     def add(self, failed: tuple, index: Int32, warp: Int32):
-        """Mark a warp's rows that failed, and their tile; all threads of the warp call this.
+        """Mark a warp's rows that failed; all its threads call this.
         `failed` says it of each of this thread's rows; one thread's word is enough."""
         mask = Int32(0)
         for r in cutlass.range_constexpr(len(failed)):

@@ -112,8 +112,8 @@ class TileOrder:
         return self.num_m_blocks * self.num_heads * self.batch
 
     def m_blocks(self, count: int | None = None) -> np.ndarray:
-        """The m_block of every tile in order, or of the last `count`; faster than calling `tile`
-        for each."""
+        """The m_block of every tile in order, or of the last `count`.
+        Faster than calling `tile` for each."""
         count = self.num_tiles if count is None else count
         downwards = np.arange(self.num_m_blocks - 1, -1, -1)
         sections, last = divmod(self.num_heads * self.batch, self.heads_per_section)
@@ -507,8 +507,8 @@ def number_parts(index: np.ndarray) -> np.ndarray:
 def check_parts(
     order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
 ) -> None:
-    """Raise ValueError unless segments cover all key blocks of all tiles once, and have the numbers
-    of `number_parts`."""
+    """Raise ValueError unless segments cover all key blocks once.
+    They must have the numbers of `number_parts`."""
     segments = segments[np.lexsort((segments[:, 1], segments[:, 0]))]
     index, first, end, part = segments.T
     begins_tile = np.diff(index, prepend=-1) != 0

@@ -112,7 +112,8 @@ class PackedQueryIndex(NamedTuple):
 
 @cute.jit
 def find_sequence(lengths: RaggedLengths, number: Int32, tile_m: cutlass.Constexpr) -> Int32:
-    """The last sequence with a first tile at or before a number; all lanes of a warp call this.
+    """The last sequence whose first tile is at or before a number.
+    All lanes of a warp call this.
     A 32-way search: each lane looks at a sequence, and the range between two of them is searched
     again. Wrong lengths lead to some sequence."""
     lane = cute.arch.lane_idx()

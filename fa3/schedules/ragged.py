@@ -91,7 +91,7 @@ class TableOrder:
 
     @cute.jit
     def taken(self, turn: Int32, num_clusters: Int32, end: Int32) -> Int32:
-        """The number of the tile that is taken in a turn; not below `end` if there is none.
+        """The number of a turn's tile; `end` or more for none.
         CTA c takes the tile of turn c first. Those that wait for SMs until the decode kernel gives
         them back are the last ones, and would hold up the longest tiles: they get the shortest."""
         beside = self.table[CTAS_BESIDE]
@@ -111,13 +111,13 @@ class TableOrder:
         return index - number * self.heads.value, record
 
     def locate(self, index: Int32, end: Int32) -> tuple[Any, Int32]:
-        """The first head of a tile's head group, and the tile's number there; `end` are all tiles.
+        """The first head of a tile's head group, and its number there.
         There is one head group."""
         return 0, index
 
     def load(self, words: cute.Tensor, number) -> None:
-        """Load the words of the record with this number, which nothing waits for until it is
-        used."""
+        """Load the words of the record with this number.
+        Nothing waits for them until they are used."""
         first = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
         cute.autovec_copy(cute.make_tensor(first, cute.make_layout(RECORD)), words)
 
@@ -274,7 +274,7 @@ class RaggedTiles(Dynamic):
 
 
 class KeyTileRecord(namedtuple("KeyTileRecord", (*TileRecord._fields, "owned_k"))):
-    """A key tile of a packed sequence, for every key/value head: `m_block` counts key tiles.
+    """A key tile of a packed sequence; `m_block` counts key tiles.
     `owned_k` are the sequence's rows in k and v, also those that are not used."""
 
     __slots__ = ()

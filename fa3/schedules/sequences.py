@@ -121,8 +121,8 @@ class PackedQueries:
 
 @dataclass(frozen=True)
 class Cached:
-    """Sequences whose keys are in a cache, or packed, and whose lengths, if they differ, are in
-    device memory.
+    """Sequences whose keys are in a cache, or packed.
+    Their lengths, if they differ, are in device memory.
 
     `read` returns (keys including padding, padding), and with packed queries also the first row and
     the number of queries; a cursor can carry that. To a packed sequence all rows before its first

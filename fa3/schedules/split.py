@@ -205,8 +205,9 @@ def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.n
 
 
 def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> np.ndarray:
-    """Cut the tiles so that all clusters end together: laid end to end, or packed if that ends
-    earlier. Cuts are rows, in order: tile number, key blocks [first, end) of it, cluster."""
+    """Cut the tiles so that all clusters end together.
+    Tiles are laid end to end, or packed if that ends earlier. Cuts are rows, in order: tile number,
+    key blocks [first, end) of it, cluster."""
     cuts = cut_in_line(blocks, loads, ranges)
     low = (loads.sum() + (blocks + ranges.unit + ranges.masks).sum()) / len(loads)
     high = soonest = last_end(cuts, blocks, loads, ranges)

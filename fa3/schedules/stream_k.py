@@ -63,7 +63,8 @@ class Chunks:
 
     @classmethod
     def of_tiles(cls, total, num_crews, fewest, most) -> "Chunks":
-        """Pieces of whole tiles, if all have as many blocks and that leaves few crews idle.
+        """Pieces of whole tiles, if they leave few crews idle.
+        All tiles have as many blocks.
         `fewest` and `most` are the blocks of the shortest and of the longest tile."""
         size = num_crews.quotient(total + num_crews.value - 1)
         whole = (size + most - 1) // larger(most, 1) * most
@@ -104,8 +105,9 @@ class CtaGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class AtChunks:
-    """Cut tiles wherever a piece ends. At most one tile begins in a piece and ends in a later one:
-    its first part has slot 2 * cta, its further parts the slots after that."""
+    """Cut tiles wherever a piece ends.
+    At most one tile begins in a piece and ends in a later one: its first part has slot 2 * cta, its
+    further parts the slots after that."""
 
     num_ctas: int
 
@@ -118,8 +120,9 @@ class AtChunks:
     def part(
         self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
     ) -> Part:
-        """The part of a tile that begins at a block; the crews in whose pieces the tile begins and
-        ends follow from where it begins in the line. Each lane of a crew has its own slots."""
+        """The part of a tile that begins at a block.
+        The crews in whose pieces the tile begins and ends follow from where it begins in the line.
+        Each lane of a crew has its own slots."""
         first = as_int32(pieces.crew_of(tile_begin))
         last = as_int32(pieces.crew_of(tile_begin + num_blocks - 1))
         slots = 2 * crew.lane * pieces.num_crews.value
@@ -137,7 +140,7 @@ class AtChunks:
 
 @dataclass(frozen=True)
 class StreamK(AtChunks):
-    """Cut tiles wherever a piece ends: pieces are equal, and tiles have as few parts as possible.
+    """Cut tiles wherever a piece ends: equal pieces, few parts.
     There is a record per tile, or per CTA if CTAs are fewer; then a CTA in whose piece no tile
     begins must clear its record."""
 
@@ -161,7 +164,7 @@ class StreamK(AtChunks):
 
 @dataclass(frozen=True)
 class CtaGroups(AtChunks):
-    """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
+    """Cut tiles wherever a piece ends, unless whole tiles balance.
     There are no records: the CTA that merges has a part of the tile."""
 
     width: int  # CTAs of a crew; divides the key/value heads
@@ -185,7 +188,8 @@ def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
 
 @dataclass(frozen=True)
 class FixedSplit:
-    """Cut tiles between units only; the CTA in whose piece a unit begins works on all of it.
+    """Cut tiles between units; a CTA does whole units.
+    The CTA in whose piece a unit begins works on all of it.
     A tile of n blocks has units of ceil(n / num_splits) blocks, within bounds."""
 
     num_splits: int  # most units of a tile, unless they would have more than `longest` blocks
@@ -375,7 +379,7 @@ def locate(
     crew,
     number: cutlass.Constexpr,
 ) -> Place:
-    """Find the sequence in which a crew's piece begins. Every lane of a warp calls this.
+    """Find a crew's first sequence; every lane calls this.
     A 32-way search: the lanes add up the blocks of equal ranges of sequences, and the range in
     which the piece begins is split again. `number` is the type of a position in the line."""
     if cutlass.const_expr(number is Int64):

@@ -54,7 +54,7 @@ class TileList(TableSchedule):
 
     @classmethod
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
-        """Assign the tiles so that all clusters end at nearly the same time (see `balance`).
+        """Assign the tiles so that all clusters end about together.
         `times` says how long each tile takes, by its number, in any unit."""
         owners = balance(times, num_clusters)
         table = columns_of_owners(np.arange(order.num_tiles), owners, num_clusters)
@@ -62,9 +62,10 @@ class TileList(TableSchedule):
 
     @classmethod
     def in_order_of(cls, tiled, arrange: Callable[[list[Tile]], Iterable[Tile]]) -> "TileList":
-        """Assign tiles in the order that the caller's function makes of all tiles, each to the
-        first free cluster. Raises TypeError if what it returns, or an element of that, has another
-        type, and ValueError if a tile is not one of the problem's, comes twice, or is left out."""
+        """Assign tiles in the order of the caller's function.
+        Each goes to the first free cluster. Raises TypeError if what it returns, or an element of
+        that, has another type, and ValueError if a tile is not one of the problem's, comes twice,
+        or is left out."""
         order, num_clusters = tiled.order, tiled.num_clusters
         numbers = {order.tile(number): number for number in range(order.num_tiles)}
         arranged, places = arrange(list(numbers)), []
@@ -109,7 +110,7 @@ def as_tile(element: object, position: int) -> Tile:
 
 
 def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
-    """Return a table with a column for every cluster: its entries in their order, then `END`.
+    """Return a table with a column for each cluster, then `END`.
     Entries are (n,) or (n, fields) integers, the table (rounds, num_clusters, ...) int32, flat."""
     # NumPy's stable sort is a radix sort for integers of up to 16 bits.
     by_owner = np.argsort(owners.astype(np.min_scalar_type(num_clusters)), kind="stable")

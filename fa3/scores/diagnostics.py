@@ -102,7 +102,7 @@ class Method(NamedTuple):
 
 
 def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
-    """Trace an error raised while a kernel of this spec was compiled to a user's method.
+    """Trace a compile error of this spec to a user's method.
     Returns an error that names the class, the method, its line of source and the cause; None if the
     error does not come from a user's score or mask."""
     kinds = [template.kind for template in (*spec.scores, *spec.mask.templates)]
@@ -128,7 +128,7 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def check_class(kind: type, base: type, name: str) -> None:
-    """Raise unless objects of a class can go to a kernel, as far as the source says.
+    """Raise unless objects of a class can go to a kernel.
     `base` is `Score` or `Mask`, `name` the method that kernels call. TypeError if the class is no
     frozen dataclass or does not define the method, ValueError if the method does not compile."""
     if not (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen):

@@ -54,7 +54,8 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, first: tuple, last: tuple, size) -> "Blocks":
-        """Blocks of `size` elements, from the ranges that a tile's first and last row (or key) see.
+        """Blocks, from the ranges of a tile's first and last row.
+        Blocks have `size` elements.
         From row to row, begin and end of the range must not decrease."""
         (first_begin, first_end), (last_begin, last_end) = first, last
         end = larger(1, (larger(0, last_end) + size - 1) // size)
@@ -90,9 +91,10 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """Query i sees the keys j with i + offset - left <= j <= i + offset + right.
-    `left` and `right` say at compile time whether the bound exists; the values come at run time.
-    Causal is Band(left=False, right=True) with Window(right=0)."""
+    """Query i sees keys next to its diagonal, from left to right bound.
+    These are i + offset - left to i + offset + right. `left` and `right` say at compile time
+    whether the bound exists; the values come at run time. Causal is Band(left=False, right=True)
+    with Window(right=0)."""
 
     left: bool = False
     right: bool = False
@@ -175,7 +177,7 @@ class Band:
     def apply_transposed(
         self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
     ):
-        """Set the hidden scores of one block of S^T to -inf, and scores of keys past the last one.
+        """Hide scores of a block of S^T, also keys past the end.
         Queries past the last one are left as they are."""
         first_query = coords.first_column(m_block)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -213,7 +215,7 @@ class Mask:
         raise NotImplementedError(f"{type(self).__name__} must define reference(self, at)")
 
     def key_range(self, rows: Rows):
-        """Half-open range of keys outside of which no row sees any key; the kernel skips these."""
+        """Half-open range of keys that rows may see; the kernel skips others."""
         return 0, rows.seqlen_k
 
     def open_range(self, rows: Rows):
@@ -230,7 +232,7 @@ def as_integer(bound):
 
 @dataclass(frozen=True)
 class Intersection:
-    """A query sees a key if both a band and a user's mask say so; the methods are as in `Band`.
+    """A query sees a key if a band and a user's mask allow it.
     Until `bind`, `function` is the mask's template, and the band alone gives the ranges."""
 
     band: Band

@@ -309,7 +309,7 @@ class TransposedScorePipeline(ScorePipeline):
 
     @cute.jit
     def apply(self, values: cute.Tensor, m_block, masked: cutlass.Constexpr):
-        """Change a block of S^T (keys, queries) in place, and set masked scores to -inf.
+        """Change a block of S^T (keys, queries); set masked scores to -inf.
         Returns factors of dS (keys, queries): the derivatives of all scores that have one."""
         factors = []
         for i in cutlass.range_constexpr(len(self.scores)):

@@ -41,7 +41,7 @@ def check_folder() -> None:
 
 
 def compile_all(kernels: Sequence[Kernel], processes: int | None = None) -> None:
-    """Have kernels compiled by so many processes, or one a core; print each that was tried.
+    """Have kernels compiled by several processes; print each that was tried.
     Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
     processes are killed, which leaves nothing broken on disk."""
     begin, total = time.perf_counter(), len(kernels)

@@ -26,7 +26,7 @@ SMALL = Problem.of((1, 1024, 8, 128), *[(1, 1024, 2, 128)] * 2, causal=True)
 
 
 def show_demo(options: argparse.Namespace) -> None:
-    """Run the demo and draw the tile order; takes the options of the command line."""
+    """Run the demo and draw the tile order."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     plan = plan_forward(LLAMA_PREFILL, known_gpus()[0])
     paragraph(f"Plan of a Llama 3 8B prefill for {plan.gpu.name}", plan.explain())

@@ -1,4 +1,4 @@
-"""A picture of a plan: a row for each SM, a bar for each tile."""
+"""A picture of a plan: rows are SMs, bars are tiles."""
 
 from pathlib import Path
 

@@ -88,10 +88,11 @@ def check(
     seqlen_q: int = 256,
     seqlen_k: int | None = None,
 ) -> str:
-    """Compile a score or a mask of your own for sm_90a, and compare its two versions. Needs no GPU.
+    """Compile a score or a mask of your own; compare both versions.
 
     `score` or `visible` runs on the host at all positions of a call, and must give what `reference`
-    gives. The ranges of a mask must be true there too. Tensors on a GPU are copied to the CPU.
+    gives. The ranges of a mask must be true there too. Tensors on a GPU are copied to the CPU; no
+    GPU is needed.
 
     Args:
         function: an object of a frozen dataclass derived from `fa3.Score` or `fa3.Mask`.
@@ -155,7 +156,7 @@ def by_reference(function: Score | Mask, logits: torch.Tensor) -> torch.Tensor:
 
 
 def by_method(spec: AttentionSpec, tensors: list, logits: torch.Tensor) -> torch.Tensor | None:
-    """Return the method at all positions, as `by_reference`; None if it runs on GPUs only.
+    """Return the method at all positions; None if only GPUs run it.
     Raises ValueError if it does not end, or reads where there is no memory."""
     result = torch.frombuffer(mmap.mmap(-1, 4 * logits.numel()), dtype=torch.float32)
     operands = tuple(map(from_dlpack, tensors)) or None, *logits.shape[1:]

@@ -56,8 +56,7 @@ def show_plan(options: argparse.Namespace) -> None:
 def explained(
     options: argparse.Namespace, problem: Problem, gpu: Gpu
 ) -> tuple[Plan | DecodePlan | None, str]:
-    """How the call runs that the options name: the plan of a call without gradients, and what
-    there is to say."""
+    """How the options' call runs, without gradients: plan and words."""
     if problem.spec.is_fp8 and options.call in ("cache", "backward"):
         raise ValueError(f"--dtype e4m3 goes with --call dense or packed, got {options.call}")
     if options.call == "backward":

@@ -304,7 +304,7 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
 
 
 def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[Kernel]:
-    """What the forward kernel needs for calls on a cache; nothing where it has none of them."""
+    """What the forward kernel needs for calls on a cache."""
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
         tight = window.tighten(*sizes)
