@@ -103,7 +103,7 @@ class Checked(NamedTuple):
 
 
 def options_of(kind: str, values: Mapping[str, Any], passed: tuple) -> Checked:
-    """Check the options of a call, or look up equal ones; `passed` is as `OPTIONS_OF` says."""
+    """Check options, or look up equal ones; `passed` as in `OPTIONS_OF`."""
     window_size, prepared_by = values["window_size"], pick_prepared_by(values)
     try:
         left, right = window_size if type(window_size) is tuple else as_pair(window_size)

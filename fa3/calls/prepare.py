@@ -384,7 +384,7 @@ class PreparedAppend:
     writes_lengths: bool  # whether the kernel writes the lengths with the new tokens
 
     def run(self, values: dict[str, Any], out: torch.Tensor | None) -> None:
-        """Append k and v to the caches; out is None if it is the caller's.
+        """Append k and v to the caches; out of the caller is None.
 
         Changes values: q, if there are rotary tables; the lengths, which get the new tokens, if
         sequences get different numbers of them or have different numbers of queries. Otherwise
