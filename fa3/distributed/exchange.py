@@ -66,9 +66,9 @@ class RankCall(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def transfer(self, exchange: RowExchange, kinds: Any, *options: Any) -> Transfer:
+    def transfer(self, exchange: RowExchange, kinds: Any, **options: Any) -> Transfer:
         """Return a transfer of tensors with these heads, columns and dtypes."""
-        return Transfer(exchange, kinds, self.split.group, self.batch, self.device, *options)
+        return Transfer(exchange, kinds, self.split.group, self.batch, self.device, **options)
 
 
 @functools.lru_cache(maxsize=64)

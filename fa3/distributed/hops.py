@@ -306,8 +306,8 @@ def hop_of(
 ) -> Hop:
     """Return a hop of these parts; `number` is its transfers'."""
     coming, going = ([(*x, kind) for x in call.sizes[1:]] for kind in (call.dtype, torch.float32))
-    back = call.transfer(exchange.gradients(), going, 2 + number, not keeps)
-    return Hop(tuple(parts), call.transfer(exchange, coming, number % 2), back)
+    back = call.transfer(exchange.gradients(), going, number=2 + number, is_free=not keeps)
+    return Hop(tuple(parts), call.transfer(exchange, coming, number=number % 2), back)
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:

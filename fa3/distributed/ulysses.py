@@ -113,9 +113,10 @@ def ulysses(
     # Documents come by ranks, with few copies, and are put in order then.
     order = ranked_places(mine.chunks, wholes[number], call.device) if call.ends else None
     by_rank = None if order is None else order.argsort()
-    how = (0, False, "split", None, order), (1, True, "join", by_rank)
-    transfers = {name: here.transfer(there, kind, *how[0]) for name, kind in to_heads.items()}
-    transfers |= {name: here.transfer(back, kind, *how[1]) for name, kind in to_rows.items()}
+    split_heads: Any = {"number": 0, "heads": "split", "after": order}
+    join_heads: Any = {"number": 1, "heads": "join", "before": by_rank, "is_free": True}
+    transfers = {name: here.transfer(there, x, **split_heads) for name, x in to_heads.items()}
+    transfers |= {name: here.transfer(back, x, **join_heads) for name, x in to_rows.items()}
     rows, sizes = tuple(sum(map(len, x)) for x in wholes), tuple(x[:2] for x in kinds(dkv_dtype))
     inside = bring_keys(call._replace(split=Split(wholes, outside, number, rows), sizes=sizes))
     is_shared = transfers["qkv"].in_shared_memory and not call.ends
