@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     in_rates: bool
 
 
-FORWARD = Kind((GRID,), CSV_NAME, Row, "steady", True)
+FORWARD = Kind(GRID, CSV_NAME, Row, "steady", True)
 GRADIENTS = Kind(BACKWARD, bench_backward.CSV_NAME, bench_backward.GradientRow, "burst", True)
 PACKING = Kind(PACKED, bench_varlen.CSV_NAME, Row, "burst", False)
 DECODING = Kind(DECODE, "decode.csv", bench_decode.DecodeRow, "burst", False)

@@ -41,7 +41,7 @@ LANE, LEFT_OF_LANES = 3, 41
 def cells() -> dict[int, list[Row]]:
     """The rows of the grid that are shown, by sequence length."""
     shown: dict[int, list[Row]] = {}
-    for row in read(RECORDS / GRID / CSV_NAME):
+    for row in read(RECORDS / GRID[0] / CSV_NAME):
         is_cell = (row.group, row.regime, row.data) == ("grid", REGIME, "normal")
         is_shown = (row.head_dim, row.causal) == (HEAD_DIM, IS_CAUSAL) and row.provider in NAMES
         if is_cell and is_shown and row.status == OK:
@@ -51,7 +51,7 @@ def cells() -> dict[int, list[Row]]:
 
 def speed_parts(shown: dict[int, list[Row]]) -> Iterator[str]:
     """Bars for every length and provider, ours on top."""
-    said = json.loads((RECORDS / GRID / "environment.json").read_text())
+    said = json.loads((RECORDS / GRID[0] / "environment.json").read_text())
     mask = "causal" if IS_CAUSAL else "no mask"
     yield svg.text(0, 14, f"TFLOP/s, forward pass, bf16, {mask}, head size {HEAD_DIM}", size=13)
     yield svg.text(0, 32, f"{said['gpu']}, {REGIME} load, {said['date'][:10]}")
