@@ -212,6 +212,7 @@ def fails(capsys, *arguments: str) -> str:
     ("arguments", "message"),
     [
         (("--shape", "1,2,3"), "a shape must be six positive integers"),
+        (("--shape", "1,x"), "argument --shape: must be integers and commas, got '1,x'"),
         (("--shape", "1,64,64,3,2,64"), "q must have a multiple of k's heads"),
         (("--shape", "1,64,64,2,2,100"), "q has head_dim 100, supported are multiples of 8 up to"),
         (("--shape", "1,64,64,2,2,264"), "q has head_dim 264, supported are multiples of 8 up to"),

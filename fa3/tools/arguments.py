@@ -195,7 +195,10 @@ def add_shape_options(command: argparse.ArgumentParser) -> None:
 
 def numbers(text: str) -> tuple[int, ...]:
     """The integers between commas."""
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers and commas, got {text!r}") from None
 
 
 METAVARS: dict[Callable, str] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
