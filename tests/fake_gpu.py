@@ -26,8 +26,8 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.segment_table import SegmentTable, SegmentTableArguments
+from fa3.kernels.shared_tile_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTable, TileTableArguments
 from fa3.running import compiler, memory
 

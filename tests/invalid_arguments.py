@@ -55,7 +55,7 @@ from fa3.kernels.append import MOST_VECTORS
 from fa3.planning.costs import H200
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import Window
-from fa3.schedules.marked import RecomputeTiles
+from fa3.schedules.recompute import RecomputeTiles
 from fa3.scores.masks import Band
 
 VALUE, TYPE, MISSING = ValueError, TypeError, NotImplementedError

@@ -34,9 +34,9 @@ from fa3.primitives.softmax import GUESSED
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
-from fa3.schedules.joined import MultiSequenceTiles
-from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.recompute import RecomputeRaggedTiles
+from fa3.schedules.shared_tiles import MultiSequenceTiles
 from fa3.scores.masks import Band, Intersection, Intervals, Mask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template

@@ -26,7 +26,7 @@ from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
 from fa3.problem import Problem, Window
 from fa3.schedules import SCHEDULES, TileList
-from fa3.schedules.marked import ANY, MOST_WARPS, RecomputeMask
+from fa3.schedules.recompute import ANY, MOST_WARPS, RecomputeMask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 

@@ -29,7 +29,7 @@ from fa3.planning.tilings import choose_config
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import memory
 from fa3.running.memory import StreamCounters
-from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
+from fa3.schedules.recompute import RecomputeRaggedTiles, RecomputeTiles
 from fa3.scores.masks import Band
 
 SOURCES = str(Path(fa3.__file__).parent)

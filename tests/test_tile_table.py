@@ -12,7 +12,7 @@ from pairs import combine
 from varlen_problems import WRONG_ENDS
 
 from benchmarks.cubin import opcode
-from fa3.kernels.joined_table import MultiSequenceTable
+from fa3.kernels.shared_tile_table import MultiSequenceTable
 from fa3.kernels.tile_table import (
     AMOUNTS,
     SORTERS,

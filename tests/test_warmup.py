@@ -25,8 +25,8 @@ from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import FEWEST_ROWS
-from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.segment_table import SegmentTable
+from fa3.kernels.shared_tile_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.costs import H200

@@ -39,7 +39,7 @@ from fa3.problem import REMEMBERED
 from fa3.reference.walker import execute, execute_decode, execute_packed
 from fa3.running.compiler import load_kernel
 from fa3.running.memory import Table, capture_of, counters_of, current_device, current_stream
-from fa3.schedules.marked import words_of_marks
+from fa3.schedules.recompute import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
 from fa3.scores.masks import ROW_RECORD

@@ -61,11 +61,11 @@ from fa3.primitives.tma import TmaTensor, ragged_tma_view, rows_first, tile_load
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
-from fa3.schedules.joined import MultiSequenceOrder, MultiSequenceTiles
-from fa3.schedules.marked import RecomputeMask, RecomputeTiles
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.ragged import RaggedOrder
+from fa3.schedules.recompute import RecomputeMask, RecomputeTiles
 from fa3.schedules.sequences import Dense, MultiSequence, Ragged
+from fa3.schedules.shared_tiles import MultiSequenceOrder, MultiSequenceTiles
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import ScorePipeline, bind
 

@@ -21,7 +21,7 @@ from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import WARP, WARPS
 from fa3.schedules import Segment, Tile
-from fa3.schedules.marked import ALL_ROWS, RecomputeMask, bit_of_row
+from fa3.schedules.recompute import ALL_ROWS, RecomputeMask, bit_of_row
 from fa3.schedules.sequences import Dense, MultiSequence, Ragged
 
 
@@ -122,7 +122,7 @@ class ForwardEpilogue:
     def mark(self, has_sinks: cutlass.Constexpr):
         """Mark this thread's rows whose fixed row max was too far off."""
         softmax, acc_O = self.attention.softmax, as_rows_and_columns(self.attention.regs.acc_O)
-        if cute.arch.vote_any_sync(not softmax.is_sure(acc_O, has_sinks)):
+        if cute.arch.vote_any_sync(not softmax.surely_in_range(acc_O, has_sinks)):
             warp, tile = warp_of_tile(self.thread_idx), self.tile_number()
             failed = tuple(
                 is_query and softmax.failed(acc_O[r, None], r, has_sinks)
@@ -162,7 +162,7 @@ class ForwardEpilogue:
             is_whole = is_whole and group_rows[i] == ALL_ROWS
         # Clear the marks only after all warps of the group have read them.
         self.out.meet()
-        marks.wipe_out(tile, warp)
+        marks.clear(tile, warp)
         if is_whole:
             self.finish_tile()
         else:

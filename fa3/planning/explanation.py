@@ -15,8 +15,8 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.segment_table import SegmentTable
+from fa3.kernels.shared_tile_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import Gpu, least_gain
 from fa3.planning.prediction import Prediction

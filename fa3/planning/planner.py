@@ -35,8 +35,8 @@ from fa3.problem import (
     Window,
 )
 from fa3.schedules import SCHEDULES, Schedule, Segment, SingleTile, SplitTiles, Tile, TileList
-from fa3.schedules.marked import RecomputeTiles
 from fa3.schedules.order import check_schedule
+from fa3.schedules.recompute import RecomputeTiles
 from fa3.scores import masks
 from fa3.scores.masks import Band
 from fa3.settings import check_settings

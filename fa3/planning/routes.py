@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from fa3.kernels.decode_launch import TILE_N
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
-from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.segment_table import (
     MOST_SEQUENCES,
     MOST_SPLIT_CTAS,
@@ -29,6 +28,7 @@ from fa3.kernels.segment_table import (
     SegmentTable,
     SegmentTableArguments,
 )
+from fa3.kernels.shared_tile_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.tile_table import OF_KEYS, TileTable, TileTableArguments, capacity_of_table
 from fa3.planning.costs import Gpu, has_mask
 from fa3.planning.decode import DecodePlan
@@ -43,9 +43,9 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
-from fa3.schedules.joined import MultiSequenceTiles
-from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.recompute import RecomputeRaggedTiles
+from fa3.schedules.shared_tiles import MultiSequenceTiles
 from fa3.schedules.split import RaggedSegments
 from fa3.schedules.stretches import BLOCKS_OF_TILE
 from fa3.scores.masks import Intervals

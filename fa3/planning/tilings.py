@@ -17,7 +17,7 @@ from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import SLACK
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import TileOrder
-from fa3.schedules.joined import HALVES
+from fa3.schedules.shared_tiles import HALVES
 from fa3.scores import masks
 from fa3.scores.scores import Alibi, Softcap
 from fa3.settings import SETTINGS

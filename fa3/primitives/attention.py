@@ -153,7 +153,7 @@ class Attention:
             acc_O = as_rows_and_columns(self.regs.acc_O)
             self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
         elif self.may_lack_reference(masked):
-            self.softmax.adopt(scores, shifts, self.sees(n_block))
+            self.softmax.init_late_rows(scores, shifts, self.sees(n_block))
 
     def rescale(self, factors) -> None:
         """Multiply O by what `follow` returned, unless it has done so."""

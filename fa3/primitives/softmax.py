@@ -136,7 +136,7 @@ class OnlineSoftmax:
             self.row_max.store(self.references(scores, shifts, sees).load())
 
     @cute.jit
-    def adopt(
+    def init_late_rows(
         self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
     ):
         """Take references, as `start` does, for rows that saw no key yet."""
@@ -292,7 +292,7 @@ class OnlineSoftmax:
         return failed and not is_empty
 
     @cute.jit
-    def is_sure(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
+    def surely_in_range(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
         """Whether surely none of this thread's rows failed; a quick test.
         `acc` is the rows' finished output (rows, columns)."""
         first, second = self.row_sum[0], self.row_sum[1]

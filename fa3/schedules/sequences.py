@@ -16,8 +16,8 @@ from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.ragged_lengths import RaggedLengths, read_early
 from fa3.primitives.tma import DenseRows, RaggedRows
 from fa3.problem import Window
-from fa3.schedules.joined import MultiSequenceTile
 from fa3.schedules.order import Segment, Tile
+from fa3.schedules.shared_tiles import MultiSequenceTile
 from fa3.scores.masks import Blocks, Sequence
 
 LONGEST = 2**31 - 2**20

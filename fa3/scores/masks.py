@@ -308,9 +308,9 @@ class Intersection:
 
 # --------------------------------------------- the mask of tiles with rows of several sequences
 
-# It computes nothing: what a row sees, whatever bounds there are, `fa3.kernels.joined_table` has
-# written to device memory. So one kernel serves all bands. `sequence` stands for the tile here, a
-# `fa3.schedules.joined.MultiSequenceTile`.
+# It computes nothing: `fa3.kernels.shared_tile_table` has written to device memory what a row
+# sees, whatever bounds there are. So one kernel serves all bands. `sequence` stands for the tile
+# here, a `fa3.schedules.shared_tiles.MultiSequenceTile`.
 
 NO_SEQUENCE = -1  # the sequence of a row that is not used
 

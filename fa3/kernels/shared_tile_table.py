@@ -28,8 +28,8 @@ from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import store_words
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
-from fa3.schedules.joined import HALVES, MultiSequenceRecord, keys_seen
 from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
+from fa3.schedules.shared_tiles import HALVES, MultiSequenceRecord, keys_seen
 from fa3.scores.masks import NO_SEQUENCE, ROW_RECORD, Band, RowRecord, Sequence
 
 WARPS_OF_HALF = ROWS // WARP

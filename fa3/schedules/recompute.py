@@ -88,7 +88,7 @@ class RecomputeMask(NamedTuple):
         return [self.words[self.rows(index, first_warp + i)] for i in range(WARPS)]
 
     @cute.jit
-    def wipe_out(self, index: Int32, warp: Int32):
+    def clear(self, index: Int32, warp: Int32):
         """Clear the row bits of a warp."""
         if cute.arch.lane_idx() == 0:
             self.words[self.rows(index, warp)] = 0

@@ -2,12 +2,12 @@
 
 All rows of q are one line, whatever sequences they belong to, and so are all rows of k. A tile is
 `tile_m` consecutive rows of q, for every query head; its keys are those that any of its rows sees.
-`fa3.kernels.joined_table` writes a record of each tile and one of each row, from lengths that are
-on the GPU; `MultiSequenceTiles` walks the tiles, `fa3.scores.masks` masks by rows.
+`fa3.kernels.shared_tile_table` writes a record of each tile and one of each row, from lengths that
+are on the GPU; `MultiSequenceTiles` walks the tiles, `fa3.scores.masks` masks by rows.
 
 Keys that a row does not see have the weight 0. But 0 times NaN is NaN, so what other sequences hold
 could reach a row of the tile. Rows that are not finite are therefore marked, and computed again in
-a tile that has rows of one sequence only (`fa3.schedules.marked.RecomputeRaggedTiles`).
+a tile that has rows of one sequence only (`fa3.schedules.recompute.RecomputeRaggedTiles`).
 """
 
 from dataclasses import dataclass
