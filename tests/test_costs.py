@@ -20,8 +20,7 @@ from fa3.planning.prediction import Load, loads_of_whole_tiles, times_of
 from fa3.planning.tilings import TiledProblem, alternatives, choose_config, configs
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, SingleTile, StaticPersistent, TileList
-from fa3.schedules.split import LEAVE_US, MERGE_US
-from fa3.schedules.tile_list import balance
+from fa3.schedules.split import LEAVE_US, MERGE_US, balance
 from fa3.scores.templates import Template
 
 TILES = ForwardConfig(128, 128, q_stages=2)

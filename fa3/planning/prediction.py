@@ -33,8 +33,7 @@ from fa3.planning.costs import AGAIN, Costs, TileCosts
 from fa3.planning.tilings import TiledProblem
 from fa3.schedules import Schedule, Segment, walk
 from fa3.schedules.order import Segments
-from fa3.schedules.split import end_of_last
-from fa3.schedules.tile_list import LATE
+from fa3.schedules.split import LATE, end_of_last
 
 EXACT_ROUNDS = 1
 """Full rounds at the end that a prediction simulates segment by segment, with the partial one."""

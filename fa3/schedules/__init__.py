@@ -1,8 +1,8 @@
 """Schedules: which cluster works on which tiles, and in which order.
 
-A schedule is one file with one class (`order.Schedule`): how the planner makes it for a problem,
-its clusters' load, how a kernel walks it, and the checks for one made by hand. `SCHEDULES` lists
-those that callers can name.
+A schedule is one class (`order.Schedule`): how the planner makes it for a problem, its clusters'
+load, how a kernel walks it, and the checks for one made by hand. `SCHEDULES` lists those that
+callers can name.
 """
 
 from fa3.schedules.dynamic import Dynamic
@@ -15,8 +15,7 @@ from fa3.schedules.order import (
     TileOrder,
     walk,
 )
-from fa3.schedules.split import KeyRanges, SplitTiles
-from fa3.schedules.tile_list import TileList
+from fa3.schedules.split import KeyRanges, SplitTiles, TileList
 
 SCHEDULES: dict[str, type[Schedule]] = {
     kind.name: kind
