@@ -13,6 +13,7 @@ from machine_code import report_of
 from pairs import places
 from problems import poisoned_allocations
 from reference import Expected, check_out, expected
+from varlen_problems import note_attending
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import prepare
@@ -20,6 +21,7 @@ from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
+from fa3.planning import routes
 from fa3.planning.decode import Sizes, config_of, ctas_of_call
 from fa3.planning.tilings import converting_tiling
 from fa3.primitives.cache_blocks import CacheLayout
@@ -389,6 +391,31 @@ def test_packed_output_of_the_callers(has_fp8_q, where):
         for dtype in (FP8, torch.float16):
             with pytest.raises(TypeError, match=r"^out must be torch\.bfloat16"):
                 function(**one, out=out.to(dtype))
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_prompts_with_fp8_queries(head_dims, where, monkeypatch):
+    """Their queries become 16-bit ones, and attend in the forward kernel. Sequences of a call with
+    packed queries have them together; options that keep to the decode kernel leave them FP8."""
+    monkeypatch.setattr(routes, "LITTLE_WORK", 0)
+    prepare.prepare_call.cache_clear()
+    lengths = (300, 7, 90)
+    problem = CacheProblem(lengths, 100, None, False, "bfloat16", 2, 4, *head_dims, 64, causal=True)
+    call, exact = in_two_types(problem, 0, where, has_fp8_q=True)
+    attending = note_attending(monkeypatch)
+    out, lse, _ = attend(call)
+    check_results(exact, out, lse)
+    ends = torch.tensor([0, 100, 101, 180], dtype=torch.int32, device=where)
+    packed = call | {"cu_seqlens_q": ends, "max_seqlen_q": 100}
+    packed["q"] = torch.cat([call["q"][n, 100 - count :] for n, count in enumerate((100, 1, 79))])
+    packed_out, packed_lse, _ = attend(packed)
+    assert attending == ["forward", "beside", "forward"]
+    for n, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+        rows = slice(100 - (end - begin), None)
+        torch.testing.assert_close(packed_out[begin:end], out[n, rows], rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(packed_lse[:, begin:end], lse[n, :, rows], rtol=1e-3, atol=1e-3)
+    check_results(exact, *attend(call, num_splits=1)[:2])
+    assert attending[3:] == [100]
 
 
 def test_calls_first_met_in_a_capture_make_their_own_scales(monkeypatch):

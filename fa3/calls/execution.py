@@ -325,7 +325,7 @@ def prepare_on_cache(
         gpu_for_call(device, options.sm_margin), options.sm_margin, call.cache_layout,
         call.capacity, 1 if fits else call.batch, call.is_packed,
         has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
-        batch_invariant=options.batch_invariant, has_fp8_q=call.q.dtype == FP8_DTYPE,
+        batch_invariant=options.batch_invariant,
         appends=call.k_new is not None and not call.is_packed,
     )  # fmt: skip
     rows = MOST_RAGGED_ROWS if call.is_packed else call.batch * call.seqlen_q
@@ -342,6 +342,7 @@ def prepare_on_cache(
     if name == routes.DECODE:
         # The number of packed sequences and their most queries change in every step. So it does not
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
+        signature = replace(signature, has_fp8_q=call.q.dtype == FP8_DTYPE)
         if not (call.is_packed and signature.may_split) or call.has_fp8_cache:
             signature = replace(signature, batch=call.batch)
         made = packed_call(signature, on_gpu)

@@ -123,6 +123,9 @@ class PreparedAttention:
     problem: Problem | tuple[AttentionSpec, Window] | None = None
     num_sms: int = 0  # SMs that a backward pass may use
     scales: Scales | None = None  # of calls with FP8 tensors
+    # Whether FP8 queries become 16-bit ones before they attend to an FP8 cache, which is exact. The
+    # forward kernel takes them only so.
+    widens_q: bool = False
     # Appends to the cache and rotates: gives the queries, the lengths, and keys beyond those.
     append: Any = None
     has_host_integers: bool = False  # whether an int32 tensor is on the CPU
@@ -190,6 +193,10 @@ class PreparedAttention:
         if self.scales is not None:
             batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
             descales = self.scales.of(batch, *map(values.get, DESCALES))
+        if self.widens_q:
+            scale_k, scale_v, scale_q = descales
+            descales = scale_k * scale_q, scale_v
+            values["q"] = q = q.to(out.dtype, memory_format=torch.contiguous_format)
         values["o"], values["lse"], values["descales"] = out, lse, descales
         values["seqlen_new"] = values["max_seqlen_k"] = 0
         if self.append is not None:
@@ -359,7 +366,8 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
         entry = load_kernel(kernel) if on_gpu else HostAppend(kernel)
         append = PreparedAppend(entry, query_step(options), in_out, kernel.writes_lengths)
         most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
-    return {"kernels": kernels, "most_queries": most, "append": append}
+    widens_q = call.q.dtype == FP8_DTYPE and not isinstance(kernels, PreparedPlan | None)
+    return {"kernels": kernels, "most_queries": most, "append": append, "widens_q": widens_q}
 
 
 def query_step(options: Options) -> int:

@@ -152,7 +152,7 @@ class Signature:
         """Whether both kernels may have sequences. They would take SMs that are reserved."""
         if self.call != CACHE:
             return self.call == PACKED and self.may_decode
-        is_free = self.may_split and not (self.sm_margin or self.has_fp8_q)
+        is_free = self.may_split and not self.sm_margin
         return self.has_packed_queries and is_free and self.finds_keys
 
     @cached_property
@@ -560,7 +560,6 @@ RULES = {
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
         Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
-        Case(DECODE, "q is FP8", lambda sig, n: n.max_seqlen_q if sig.has_fp8_q else 0),
         Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
              "block (often 128) share no divisor of at least 8",

@@ -299,8 +299,10 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
     yield from kernels_on_cache(model, window, cache, is_packed=True)
     tiled = list(tiled_kernels(model, window, cache))
     yield from tiled
-    if tiled:
-        yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
+    for overlaps in (False, True) if tiled else ():
+        # Of a call with long sequences, FP8 queries become 16-bit ones.
+        kinds = {"is_packed": True, "overlaps_forward": overlaps, "has_fp8_q": False}
+        yield from kernels_on_cache(model, window, cache, **kinds)
 
 
 def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[Kernel]:
@@ -309,10 +311,8 @@ def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
         tight = window.tighten(*sizes)
         heads = model.heads_q, model.heads_kv
-        signature = Signature(
-            CACHE, spec_of(model, tight, True), tight, *heads, H200, cache=cache,
-            has_fp8_q=model.is_fp8,
-        )  # fmt: skip
+        spec = spec_of(model, tight, True)
+        signature = Signature(CACHE, spec, tight, *heads, H200, cache=cache)
         if signature.may_have_both:
             launches = signature.launches() + signature.launches(splits=True)
             yield from (one.kernel for one in launches)
@@ -323,7 +323,7 @@ def kernels_on_cache(
 ) -> Iterator[Kernel]:
     """Launches of calls on a cache, of any lengths."""
     heads = model.heads_kv, model.heads_q // model.heads_kv
-    kinds["has_fp8_q"] = model.is_fp8
+    kinds.setdefault("has_fp8_q", model.is_fp8)
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
     for capacity in (1, LONGEST):
         tight = Sizes(1, 1, *heads, capacity).bounds(window)
