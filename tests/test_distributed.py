@@ -37,7 +37,7 @@ from fa3.distributed import (
     zigzag,
 )
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.hops import parts_of
+from fa3.distributed.hops import Hop, Hops, parts_of
 from fa3.distributed.transfer import exchange_of
 from fa3.problem import Window
 
@@ -699,6 +699,12 @@ def test_parts_bring_what_is_seen(layout, num_ranks):
                 first = 0 if window[0] < 0 else max(query - window[0], 0)
                 last = seqlen if window[1] < 0 else min(query + window[1] + 1, seqlen)
                 assert sorted(keys) == list(range(first, last))
+
+
+@pytest.mark.parametrize("margins", [[0], [2, 0], [2, 2, 2]])
+def test_parts_leave_sms_while_rows_are_under_way(margins):
+    hops = Hops.of([Hop((KeyPart(Options(), None, False),)) for _ in margins]).hops
+    assert [hop.parts[0].options.sm_margin for hop in hops] == margins
 
 
 def add_seen(seen, parts, held, keys):
