@@ -31,6 +31,7 @@ from fa3.primitives.fragments import Position
 from fa3.problem import AttentionSpec, Problem
 from fa3.reference.walker import HostTensor, apply_mask, apply_score, naming_argument
 from fa3.running.compiler import ARCH, compiled, load_kernel
+from fa3.scores.diagnostics import check_class
 from fa3.scores.masks import Mask, Rows, as_integer
 from fa3.scores.scores import Score, bind
 from fa3.scores.templates import Template, tensors_of
@@ -120,6 +121,8 @@ def check(
     logits = 4 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
     if not isinstance(function, Score | Mask):
         raise TypeError(f"function must be a fa3.Score or a fa3.Mask, got {shown(function)}")
+    base, method = (Score, "score") if isinstance(function, Score) else (Mask, "visible")
+    check_class(cast(type, type(function)), base, method)
     on_host = [cast(torch.Tensor, tensor).cpu() for _, tensor in tensors_of(function)]
     function = cast(Score | Mask, Template.of(function).bind(iter(on_host)))
     score = function if isinstance(function, Score) else None
