@@ -144,18 +144,24 @@ def test_plans_say_which_row_max_a_call_uses(seqlen, softmax, capsys):
 
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("page_size", [0, 64])
-def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
+@pytest.mark.parametrize(("queries", "name"), [(1, "decode"), (100, "decode"), (2048, "forward")])
+def test_a_plan_on_a_cache_is_that_of_the_call(queries, name, appends, page_size, capsys):
     pages = operand(3, 4096 // page_size) if page_size else None
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
-    call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, page_table=pages)
-    plan = prepare_on_cache(call, Options(Window(right=0))).plan
-    arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
+    call = AttentionCall(operand(3, queries, 8, 128), cache, cache, new, new, page_table=pages)
+    made = prepare_on_cache(call, Options(Window(right=0)))
+    arguments = ["--shape", f"3,{queries},4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends
     printed = printed_plan(capsys, "--call", "cache", "--gpu", "H200", *arguments)
-    expected = ["append"] * appends
-    assert printed["Kernels"] == expected + [describe_kernel(one.kernel) for one in plan.launches()]
-    assert " us predicted, " in printed["Time"][0]
+    if name == "decode":
+        launches = made.plan.launches()
+    else:
+        launches = launches_of_route(made.packed.signature, name)
+        assert printed["Rule"][0].endswith(made.packed.signature.route(made.sizes).reason + ".")
+    expected = ["append"] * appends + [describe_kernel(one.kernel) for one in launches]
+    assert printed["Kernels"] == expected
+    assert (" us predicted, " in printed["Time"][0]) == (name == "decode")
 
 
 @pytest.mark.parametrize(

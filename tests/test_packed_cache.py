@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from problems import poisoned_allocations
+from test_latest import operand
 from test_split import records
 from varlen_problems import (
     WRONG_ENDS,
@@ -22,7 +23,9 @@ from varlen_problems import (
 
 import fa3
 from fa3.calls import operands
+from fa3.calls.call import MOST_FORWARD_TILES, MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.prepare import prepare_call
+from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning import routes
 from fa3.planning.costs import H200
 from fa3.planning.decode import DecodePlan
@@ -239,6 +242,17 @@ def test_equal_queries_are_as_packed(kind, where, monkeypatch):
     torch.testing.assert_close(out, apart_out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, apart_lse, rtol=1e-3, atol=1e-3)
     assert all(torch.equal(written[0], other) for other in written[1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "most"),
+    [(1, MOST_RAGGED_ROWS), (128, MOST_FORWARD_TILES // 128 * FEWEST_ROWS - 1)],
+)
+def test_queries_are_packed_as_long_as_32_bits_count_rows_and_tiles(heads, most):
+    cache = operand(1, 8, 1, 8)
+    for rows in (most, most + 1):
+        call = AttentionCall(operand(1, rows, heads, 8), cache, cache)
+        assert call.may_be_packed == (rows == most)
 
 
 def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():

@@ -192,6 +192,22 @@ def test_tiles_stay_whole_where_they_keep_all_sms_busy(seqlens, heads, whole):
     assert metadata(seqlens, heads=heads).keeps_tiles_whole == whole
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "options", "whole"),
+    [
+        (64, 4096, {}, True),
+        (65, 4096, {}, False),
+        (65, 200, {}, True),
+        (65, 4096, {"sm_margin": 66}, True),
+        (65, 4096, {"cache_leftpad": torch.zeros(132, dtype=torch.int32)}, True),
+    ],
+)
+def test_tiles_stay_whole_in_the_decode_kernel_only(queries, keys, options, whole):
+    """A prompt would leave the forward kernel, as with `num_splits=1`."""
+    made = metadata([keys] * 132, queries, (8, 1), **options)
+    assert made.keeps_tiles_whole == whole
+
+
 def test_a_window_bounds_the_work():
     seqlens = [131072] + [128] * 131
     assert metadata(seqlens, heads=(8, 1), window_size=(127, 0)).keeps_tiles_whole

@@ -213,9 +213,9 @@ class AttentionCall(
             x is None or batch == 1 or x.stride[0] == x.shape[1] * x.stride[1]
             for x in (self.q, self.out)
         )
-        return (
-            not self.is_packed and lie_packed and self.seqlen_q > ROWS and rows <= MOST_RAGGED_ROWS
-        )
+        tiles = self.heads_q * (rows // FEWEST_ROWS + batch)
+        are_counted = rows <= MOST_RAGGED_ROWS and tiles <= MOST_FORWARD_TILES
+        return not self.is_packed and lie_packed and self.seqlen_q > ROWS and are_counted
 
     @property
     def heads_q(self) -> int:

@@ -27,8 +27,10 @@ from fa3.calls.options import (
     named_options,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
+from fa3.planning import routes
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.wgmma import ROWS
 from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.settings import check_settings
@@ -145,9 +147,10 @@ def get_scheduler_metadata(
     for all layers.
 
     A call checks that it is what this was made for. Finds out whether whole tiles keep the SMs as
-    busy as tiles that are cut and merged: without cu_seqlens_q, where num_splits is 0 and
-    cache_seqlens is on the CPU. If so, the calls run without workspace and merge. If lengths have
-    changed by the time of a call, that can cost time, but never changes the result.
+    busy as tiles that are cut and merged: without cu_seqlens_q, where num_splits is 0,
+    cache_seqlens is on the CPU, and the decode kernel serves the calls. If so, they run without
+    workspace and merge. If lengths have changed by the time of a call, that can cost time, but
+    never changes the result.
 
     With cu_seqlens_q, for packed queries, it holds what calls have in common whatever their lengths
     are: the kernels read lengths on the GPU. Lengths on the CPU are checked, and with
@@ -229,7 +232,12 @@ def get_scheduler_metadata(
         device = cache_seqlens.device
     gpu = gpu_for_call(device, calls.sm_margin)
     are_on_host = not any(isinstance(one, torch.Tensor) and not one.is_cpu for one in in_cache)
-    if calls.has_packed_queries or keys is None or calls.num_splits or not are_on_host:
+    # Many queries are the forward kernel's, but not with whole tiles of the decode kernel.
+    work = calls.batch * calls.heads_q * calls.seqlen_q * longest[1]
+    is_forward = calls.seqlen_q > ROWS and work >= routes.LITTLE_WORK
+    is_forward = is_forward and cache_leftpad is None and not calls.sm_margin
+    is_fixed = calls.has_packed_queries or calls.num_splits or is_forward
+    if is_fixed or keys is None or not are_on_host:
         return calls
     group = calls.heads_q // calls.heads_kv
     sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))

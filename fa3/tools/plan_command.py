@@ -12,6 +12,7 @@ from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import NOT_PREDICTED, describe_plan
 from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.routes import (
+    CACHE,
     DECODE,
     PACKED,
     PackedSizes,
@@ -20,6 +21,7 @@ from fa3.planning.routes import (
     launches_of_route,
 )
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.wgmma import ROWS
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
 from fa3.tools.arguments import SHAPE
@@ -61,10 +63,14 @@ def explained(
         raise ValueError(f"--dtype e4m3 goes with --call dense or packed, got {options.call}")
     if options.call == "backward":
         return None, BackwardPlan.of(problem, gpu).explain()
+    window = check_window(options.window, options.causal)
     if options.call == "packed":
-        return None, explain_packed(problem, check_window(options.window, options.causal), gpu)
+        return None, explain_packed(problem, window, gpu)
     if options.call == "cache":
         cache = CacheLayout(integer("--page-size", options.page_size, 0))
+        has_many = problem.seqlen_q > ROWS
+        if has_many and (text := explain_packed(problem, window, gpu, cache, options.append)):
+            return None, text
         decode = DecodePlan.of(problem, gpu, cache, appends=options.append)
         return decode, decode.explain()
     name = options.schedule
@@ -88,28 +94,38 @@ def problem_of(shape: tuple[int, ...], options: argparse.Namespace) -> Problem:
     )
 
 
-def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> str:
-    """Say how `flash_attn_varlen_func` attends to sequences that are all equally long.
+def explain_packed(
+    problem: Problem,
+    window: Window,
+    gpu: Gpu,
+    cache: CacheLayout | None = None,
+    appends: bool = False,
+) -> str:
+    """Say how a call attends to packed sequences that are all equally long.
 
     `problem` has the sequences as a dense call. Kernels have all bounds of the call's `window` that
-    hide something at some length.
+    hide something at some length. Returns nothing for a cache that the decode kernel serves alone.
     """
     batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
     longest = problem.seqlen_q, problem.seqlen_k
-    window = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    window = window.tighten(MOST_RAGGED_ROWS, longest[1] if cache else MOST_RAGGED_ROWS)
     spec = replace(problem.spec, mask=Band.of(window))
     signature = Signature(PACKED, spec, window, *heads, gpu)
+    if cache:
+        signature = replace(signature, call=CACHE, cache=cache, capacity=longest[1])
     rows = batch * longest[0], batch * longest[1]
     route = choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest))
+    if cache and route.name == DECODE:
+        return ""
     launches = launches_of_route(signature, route.name, route.most_queries)
-    kernels = [launch.kernel for launch in launches]
-    sentence = route.explain()
+    kernels = ["append"] * appends + [launch.kernel for launch in launches]
+    sentence, page = route.explain(), "Calls on a cache" if cache else "Packed sequences"
     if route.name == DECODE:
         merge = "Combine" if len(kernels) > 1 else "The decode kernel"
         sentence = f"{sentence} {merge} merges the parts of split tiles."
     sentences = {
         "Route": sentence,
-        "Rule": f"The first that holds of docs/kernels.md, Packed sequences: {route.reason}.",
+        "Rule": f"The first that holds of docs/kernels.md, {page}: {route.reason}.",
         "Lengths": "Read on the GPU. Planned for equal lengths; a batch of different lengths may "
         "run other kernels.",
         "Time": NOT_PREDICTED,
