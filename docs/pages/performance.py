@@ -109,6 +109,18 @@ few-512of32k on caches (151.0 us) was measured before the forward kernel served 
 takes 102.4 us ([log](experiments.md#2026-11-27-prompts-on-caches-without-cu_seqlens_q)).
 """
 
+OF_GRADIENTS = """\
+The backward pass alone: microseconds, and TFLOP/s at 2.5 times the operations of the forward pass.
+
+- *lognormal-64k* is 64 sequences of 64k tokens in all, *heads-h8.1-8x512* eight of 512, and
+  *heads-h8.1-5-of-8k* five of 492 to 3,500. *Graph*: replayed from a CUDA graph.
+- Memory is the most that torch's allocator held during the call, minus what it held before. Results
+  are included.
+- Passes of few heads that take less than 300 us without a graph may have waited for the host, which
+  was busy.
+- The costs of `deterministic=True` and dropout are in [benchmarks.md](benchmarks.md#gradients).
+"""
+
 PACKAGES = {"fa3-cpp": "fa3-fwd", "fa4-cute": "flash-attn-4", "cudnn": "cuDNN"}
 
 
@@ -336,12 +348,7 @@ def page() -> str:
                 for origin_text, rows in newest(PACKED, bench_varlen.CSV_NAME)
             ),
             "## Gradients, bursts\n",
-            "The backward pass alone: microseconds, and TFLOP/s at 2.5 times the operations of the "
-            "forward pass. *lognormal-64k*: 64 sequences of 64k tokens in all; *graph*: replayed "
-            "from a CUDA graph. Memory is the most that torch's allocator held during the call, "
-            "minus what it held before; results are included. The costs of `deterministic=True` "
-            "and dropout are in [benchmarks.md](benchmarks.md#gradients). Passes of few heads that "
-            "take less than 300 us without a graph may have waited for the host, which was busy.\n",
+            OF_GRADIENTS,
             *backward_tables(BACKWARD, "burst"),
             "## Gradients, steady load\n",
             "The same, with the energy of a call. Cells that are missing here were not measured "
