@@ -162,10 +162,7 @@ NAMES = ("q", "k", "v", "sinks")
 
 
 def check_varlen_gradients(
-    problem: VarlenProblem,
-    call: dict,
-    weights: tuple[bool, bool] = (True, True),
-    seed: int = 0,
+    problem: VarlenProblem, call: dict, weights: tuple[bool, bool] = (True, True), seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Assert that errors are at most twice those of PyTorch, and that rows that are not used get 0.
 

@@ -77,11 +77,7 @@ class TableKind(NamedTuple):
         return np.broadcast_to(found.end - found.begin, row.shape)
 
     def ctas_beside(
-        self,
-        num_tiles: np.ndarray,
-        seqlen_q: Any,
-        seqlen_k: Any,
-        blocks: np.ndarray,
+        self, num_tiles: np.ndarray, seqlen_q: Any, seqlen_k: Any, blocks: np.ndarray
     ) -> int:
         """Return the CTAs of the decode kernel, as `DecodeShare.ctas_beside` does.
 

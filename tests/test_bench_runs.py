@@ -120,10 +120,7 @@ def test_the_check_finds_wrong_lengths_masks_and_holes():
     reference = PackedReference(RAGGED, tensors)
     (call,) = OURS[0].prepare(RAGGED, tensors).values()
     other = (71, 1, 129, 33)
-    for wrong in (
-        replace(RAGGED, causal=False),
-        replace(RAGGED, lengths_q=other, lengths_k=other),
-    ):
+    for wrong in (replace(RAGGED, causal=False), replace(RAGGED, lengths_q=other, lengths_k=other)):
         with pytest.raises(WrongOutput, match="error"):
             reference.check(OURS[0].prepare(wrong, tensors)[""]())
     out = call()

@@ -223,10 +223,7 @@ def fails(capsys, *arguments: str) -> str:
         (("--shape", "1,64,64,2,2,100"), "q has head_dim 100, supported are multiples of 8 up to"),
         (("--shape", "1,64,64,2,2,264"), "q has head_dim 264, supported are multiples of 8 up to"),
         (("--head-dim-v", "7"), "v has head_dim 7, supported are multiples of 8 up to 256"),
-        (
-            ("--window", "-2", "0"),
-            "window_size must be two integers (left, right), each",
-        ),
+        (("--window", "-2", "0"), "window_size must be two integers (left, right), each"),
         (("--schedule", "fifo"), "schedule must be one of ['dynamic', "),
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),

@@ -161,10 +161,7 @@ def test_two_ctas_share_an_sm_where_they_fit_and_no_other_kernel_merges():
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [
-        (DecodeConfig(8, 2), "bytes of shared memory"),
-        (DecodeConfig(1, 1), "kv_stages"),
-    ],
+    [(DecodeConfig(8, 2), "bytes of shared memory"), (DecodeConfig(1, 1), "kv_stages")],
 )
 def test_validate_rejects(config, message):
     with pytest.raises(ValueError, match=message):

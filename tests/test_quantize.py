@@ -20,12 +20,7 @@ from fa3.running import compiler
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max
-OPTIONS = [
-    {},
-    {"hadamard": True},
-    {"smooth_k": True},
-    {"hadamard": True, "smooth_k": True},
-]
+OPTIONS = [{}, {"hadamard": True}, {"smooth_k": True}, {"hadamard": True, "smooth_k": True}]
 
 HEADS = [(64, 64), (96, 160), (128, 128), (192, 128), (224, 32), (256, 256)]
 

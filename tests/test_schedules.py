@@ -214,8 +214,7 @@ def test_parts_of_tiles(head_dim, window, device):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "schedule"),
-    [(64, "split"), (128, "split"), (128, "dynamic"), (256, "split")],
+    ("head_dim", "schedule"), [(64, "split"), (128, "split"), (128, "dynamic"), (256, "split")]
 )
 def test_whoever_comes_first_the_bits_are_the_same(head_dim, schedule, device):
     problem = make_problem(1, 1500, 3000, 2, 4, head_dim, CAUSAL)
@@ -320,13 +319,7 @@ def test_every_key_block_of_every_tile_once(case):
     check_schedule(schedule, ranges.first_blocks, ranges.end_blocks)
 
 
-@given(
-    st.integers(1, 5),
-    st.integers(1, 3000),
-    st.integers(1, 3000),
-    st.integers(1, 8),
-    windows(),
-)
+@given(st.integers(1, 5), st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 8), windows())
 def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, window):
     problem = make_problem(batch, seqlen_q, seqlen_k, heads, head_dim=128, window=window)
     plan = plan_forward(problem, schedule="split")

@@ -282,9 +282,7 @@ def test_slots_of_real_buffers_are_told_apart(distance, stride):
     assert all(share_bytes(cache, cache, 2 * (distance + step)) for step in (-1, 1))
     # A page of another cache, as one that is appended to could be taken for.
     assert share_bytes(
-        cache,
-        laid_out((1, PAGE, NUM_HEADS, HEAD_DIM), (1, ROW, HEAD_DIM, 1), 2),
-        4 * PAGE * ROW,
+        cache, laid_out((1, PAGE, NUM_HEADS, HEAD_DIM), (1, ROW, HEAD_DIM, 1), 2), 4 * PAGE * ROW
     )
 
 

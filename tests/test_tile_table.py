@@ -26,13 +26,7 @@ from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
 from fa3.running.compiler import load_kernel
-from fa3.schedules.ragged import (
-    CTAS_BESIDE,
-    NUM_RECORDS,
-    RECORD,
-    TABLE_HEADER,
-    TileRecord,
-)
+from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
 from fa3.scores.masks import Band
 
 

@@ -320,10 +320,7 @@ def test_a_model_under_fake_tensors():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("family", "has_lengths"),
-    [("llama", False), ("gemma2", True)],
-)
+@pytest.mark.parametrize(("family", "has_lengths"), [("llama", False), ("gemma2", True)])
 def test_no_graph_breaks_in_packed_training(family, has_lengths):
     model = make_model(family).train()
     ids, options = packed("cpu", has_lengths)
