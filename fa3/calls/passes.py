@@ -154,16 +154,16 @@ def _flash_attn_forward(
             given that it does not have.
     """
     interleaved = arguments.pop("rotary_interleaved", True)
-    given = {name: value for name, value in arguments.items() if value is not None}
+    passed = {name: value for name, value in arguments.items() if value is not None}
     function: Callable[..., Any] = flash_attn_func
-    if "cu_seqlens_k" in given:
+    if "cu_seqlens_k" in passed:
         function = flash_attn_varlen_func
-    elif given.keys() & IN_CACHE.keys():
+    elif passed.keys() & IN_CACHE.keys():
         function = flash_attn_with_kvcache
-        given = {IN_CACHE.get(name, name): value for name, value in given.items()}
-        given["rotary_interleaved"] = interleaved
-    given |= {"window_size": (window_size_left, window_size_right), "return_lse": True}
-    out, lse = function(q, k, v, out=out_, **{"num_splits": 1} | given)
+        passed = {IN_CACHE.get(name, name): value for name, value in passed.items()}
+        passed["rotary_interleaved"] = interleaved
+    passed |= {"window_size": (window_size_left, window_size_right), "return_lse": True}
+    out, lse = function(q, k, v, out=out_, **{"num_splits": 1} | passed)
     no_splits = lse.new_empty(0)
     return out, lse, no_splits, no_splits
 
