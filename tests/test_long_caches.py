@@ -341,9 +341,9 @@ def test_vectors_that_32_bits_do_not_count_are_refused():
         return AttentionCall(operand(1, 1, 1, 8), cache, cache, new, new)
 
     assert MOST_VECTORS + THREADS - 1 <= LARGEST
-    prepare.append_kernel(call(MOST_VECTORS), False)
+    prepare.append_kernel(call(MOST_VECTORS), False, False)
     with pytest.raises(ValueError, match=rf"^k must have at most {MOST_VECTORS} vectors"):
-        prepare.append_kernel(call(MOST_VECTORS + 1), False)
+        prepare.append_kernel(call(MOST_VECTORS + 1), False, False)
 
 
 @pytest.mark.parametrize(
