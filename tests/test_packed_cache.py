@@ -294,7 +294,7 @@ def test_no_total_is_remembered(where):
     prepare_call.cache_clear()
     expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
     fa3.flash_attn_with_kvcache(memory[0, :3], **others, out=memory[1, :3])
-    remembered = operands.check_of_addresses, operands.share
+    remembered = operands.check_of_addresses, operands.share_bytes
     before = [one.cache_info().currsize for one in remembered]
     for _ in range(100):
         q = memory[0, : draw.randint(3, 400)]
