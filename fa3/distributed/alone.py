@@ -59,11 +59,11 @@ class KeyPart:
         margin = max(self.options.sm_margin, WAITING_SMS)
         return replace(self, options=self.options._replace(sm_margin=margin))
 
-    def moved(self, rows: int, keys: int, document: list[int]) -> "KeyPart":
+    def moved(self, rows: int, keys: int, document: int) -> "KeyPart":
         """Return a document's part with so many rows and keys before it."""
         at = slice(self.rows.start + rows, self.rows.stop + rows)
         of_keys = slice(self.keys.start + keys, self.keys.stop + keys)
-        return replace(self, rows=at, keys=of_keys, documents=tuple(document))
+        return replace(self, rows=at, keys=of_keys, documents=(document,))
 
     def without_batch(self, tensors: Iterable[Tensor | None]) -> Iterable:
         """Return tensors as the call takes them."""

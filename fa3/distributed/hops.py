@@ -23,6 +23,7 @@ from fa3.distributed.alone import ALL, FourGradients, KeyPart, packed_lengths
 from fa3.distributed.exchange import RankCall
 from fa3.distributed.transfer import (
     RowExchange,
+    Runs,
     Transfer,
     exchange_of,
     shares_of_documents,
@@ -217,58 +218,60 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def gather(call: RankCall) -> Hops:
-    """Return this rank's own keys, and a hop of all others that are seen.
+    """Return this rank's own keys, and a hop of all others that are seen."""
+    if call.ends:
+        return packed_gather(call)
+    rows = call.split.rows
+    return Hops.of(hops_of(call, [((range(sum(rows)),),) * len(rows)], keeps(call)), keeps(call))
+
+
+def ring(call: RankCall) -> Hops:
+    """Return a hop for each rank: this one, the one before, and so on."""
+    split, part = call.split, call.part
+    held = [tuple(together(one) or one[:1]) for one in split.chunks]
+    steps = [tuple(held[i - step] for i in range(len(held))) for step in range(len(held))]
+    first, *others = hops_of(call, steps, keeps(call))
+    window = part.options.window
+    if window.left < 0 and window.right <= 0:
+        # A rank's chunks are in order, so a causal mask is right inside of them.
+        rows = slice(0, split.rows[split.rank])
+        first = Hop((replace(part, rows=rows, keys=rows),))
+    return Hops.of((first, *others), keeps(call))
+
+
+def packed_gather(call: RankCall) -> Hops:
+    """Return a hop of this rank's keys, and one of others' documents.
     Whole documents are one packed part. Each one that is cut is a sequence of its own."""
     split, rank, part = call.split, call.split.rank, call.part
-    dense = replace(part, options=part.options._replace(kind=DENSE))
+    one_by_one = replace(part, options=part.options._replace(kind=DENSE))
     own, others, whole, numbers = list[KeyPart](), list[KeyPart](), list[int](), list[int]()
     wanted, rows, keys = [list[range]() for _ in split.rows], 0, 0
     for i, shares in enumerate(shares_of_documents(split.chunks)):
         chunks = [held[2 * i : 2 * i + 2] for held in split.chunks]
         document = whole_of([x for held in chunks for x in held])
-        number = [bisect(call.ends, document.start, hi=len(call.ends) - 1) - 1] if call.ends else []
-        if call.ends and max(shares) == len(document) and not any(wanted):
+        number = bisect(call.ends, document.start, hi=len(call.ends) - 1) - 1
+        if max(shares) == len(document) and not any(wanted):
             whole.append(shares[rank])
-            numbers += number
+            numbers.append(number)
         else:
-            of = [parts_of(held, (document,), dense) for held in chunks]
+            of = [parts_of(held, (document,), one_by_one) for held in chunks]
             mine, parts, (arriving,) = of[rank]
-            # A rank without rows has an empty part.
-            own += [x.moved(rows, rows, number) for x in mine if shares[rank] or not call.ends]
+            own += [x.moved(rows, rows, number) for x in mine if shares[rank]]
             others += [x.moved(rows, keys, number) for x in parts]
             for runs, (*_, seen) in zip(wanted, of, strict=True):
                 runs += seen
             keys += len(arriving)
         rows += shares[rank]
     at = slice(0, sum(whole))
-    if call.ends and (at.stop or not rows):
+    if at.stop or not rows:  # a rank without rows has an empty part
         lengths = packed_lengths(call.device, whole, whole)
         named: Any = {"lengths": lengths, "documents": tuple(numbers), "is_alone": True}
         own.insert(0, replace(part, rows=at, keys=at, **named))
     hops = [Hop(tuple(own))]
     if any(map(len, chain(*wanted))):
         exchange = exchange_of(split.chunks, tuple(map(tuple, wanted)))
-        hops.append(hop_of(call, others, exchange, 0))
+        hops.append(hop_of(call, others, exchange, 0, keeps(call)))
     return Hops.of(hops, keeps(call))
-
-
-def ring(call: RankCall) -> Hops:
-    """Return a hop for each rank: this one, the one before, and so on."""
-    split, part, window = call.split, call.part, call.part.options.window
-    chunks, own, hops = split.chunks, list[KeyPart](), list[Hop]()
-    held = [tuple(together(one) or one[:1]) for one in chunks]
-    for step in range(len(held)):
-        of = [parts_of(x, held[i - step], part) for i, x in enumerate(chunks)]
-        mine, parts, _ = of[split.rank]
-        own += mine
-        wanted = tuple(keys for *_, keys in of)
-        if any(map(len, chain(*wanted))):
-            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), step))
-    if window.left < 0 and window.right <= 0:
-        # A rank's chunks are in order, so a causal mask is right inside of them.
-        rows = slice(0, split.rows[split.rank])
-        own = [replace(part, rows=rows, keys=rows)]
-    return Hops.of((Hop(tuple(own)), *hops), keeps(call))
 
 
 def whole_of(chunks: Sequence[range]) -> range:
@@ -282,10 +285,28 @@ def keeps(call: RankCall) -> bool:
     return call.part.options.has_gradient and heads_kv * len(call.split.rows) <= heads
 
 
-def hop_of(call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int) -> Hop:
+def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop, ...]:
+    """Return a hop for each step, in which ranks see runs of keys.
+    Parts that see this rank's own keys only are in the first."""
+    chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
+    for i, seen in enumerate(steps):
+        rank_parts = [
+            parts_of(held, keys, call.part) for held, keys in zip(chunks, seen, strict=True)
+        ]
+        mine, parts, _ = rank_parts[call.split.rank]
+        own += mine
+        wanted = tuple(keys for *_, keys in rank_parts)
+        if any(len(run) for runs in wanted for run in runs):
+            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), i, keeps))
+    return Hop(tuple(own)), *hops
+
+
+def hop_of(
+    call: RankCall, parts: list[KeyPart], exchange: RowExchange, number: int, keeps: bool
+) -> Hop:
     """Return a hop of these parts; `number` is its transfers'."""
     coming, going = ([(*x, kind) for x in call.sizes[1:]] for kind in (call.dtype, torch.float32))
-    back = call.transfer(exchange.gradients(), going, number=2 + number, is_free=not keeps(call))
+    back = call.transfer(exchange.gradients(), going, number=2 + number, is_free=not keeps)
     return Hop(tuple(parts), call.transfer(exchange, coming, number=number % 2), back)
 
 
