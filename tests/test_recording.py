@@ -54,7 +54,7 @@ def test_every_unit_is_a_span_of_every_cta_of_its_cluster(plan):
 
 
 def note(sm, warpgroup, tile, began, ended, blocks=(0, 2)) -> Note:
-    return Note(sm, warpgroup, *tile, *blocks, began, ended)
+    return Note(sm, warpgroup, *tile, *blocks, began, began + 1, ended - 1, ended)
 
 
 def test_warpgroups_are_merged_and_gaps_stay():
@@ -150,7 +150,8 @@ def check_times(notes: list[Note], device) -> None:
     first = min(note.began for note in notes)
     of_warpgroup = defaultdict(list)
     for note in notes:
-        assert note.began < note.ended < first + SECOND
+        assert note.began <= note.started <= note.computed <= note.ended < first + SECOND
+        assert note.began < note.ended
         of_warpgroup[note.sm, note.warpgroup].append((note.began, note.ended))
     for times in of_warpgroup.values():
         times.sort()
@@ -185,6 +186,7 @@ def made_up_notes(plan: Plan, seed: int = 0) -> list[Note]:
             for warpgroup in range(config.consumers):
                 began = free.get((sm, warpgroup), START + TURN * warpgroup) + PAUSE
                 free[sm, warpgroup] = ended = began + length
-                notes.append(Note(sm, warpgroup, *tile, first, end, began, ended))
+                times = (began, began + length // 4, ended - length // 4, ended)
+                notes.append(Note(sm, warpgroup, *tile, first, end, *times))
     chance.shuffle(notes)
     return notes

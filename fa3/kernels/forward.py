@@ -457,6 +457,7 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(self.cache is not None):
                 last = touched.end - 1
                 attention.clear_past_end(smem.v.blocks, last, v_state, thread, out.meet)
+            started = recorder.now()
             k_state, v_state = attention.rest(touched, k_state, v_state)
             if cutlass.const_expr(config.own_o or self.stores_rows):
                 smem.pipe_q.consumer_release(q_state)
@@ -473,11 +474,12 @@ class Forward(AttentionKernel):
                 k_state, v_state = attention.skip(below, k_state, v_state)
             if cutlass.const_expr(self.skips_before_next):
                 cursor = schedule.next(cursor)
+            computed = recorder.now()
             place = segment, tile, slab, thread_idx
             row_sinks = rules.sinks_of_rows(sinks)
             part = parts, number
             ForwardEpilogue(self, operands, *place, attention, out, row_sinks, *part).finish()
-            recorder.note(thread, group, segment.tile, blocks, began)
+            recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
             if cutlass.const_expr(not (config.own_o or self.stores_rows)):
                 out.wait()
                 smem.pipe_q.consumer_release(q_state)

@@ -18,6 +18,8 @@ class Note(NamedTuple):
     first_block: int
     end_block: int
     began: int  # the warpgroup began the tile
+    started: int  # Q and a first key block had arrived, and their softmax was done
+    computed: int  # O was complete in registers
     ended: int  # the store of O had been issued
 
 
@@ -35,15 +37,15 @@ class Recorder(NamedTuple):
         return cute.arch.globaltimer()
 
     @cute.jit
-    def note(self, thread: Int32, warpgroup: Int32, tile, blocks, began: Int64):
-        """Write a row, whose work ends now."""
+    def note(self, thread: Int32, warpgroup: Int32, tile, blocks, times: tuple):
+        """Write a row; `times` are `Note`'s `began`, `started` and `computed`."""
         if thread == 0:
             now = self.now()
             count = cute.recast_ptr(self.words.iterator, dtype=Int32)
             row = cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")
             place = (tile.m_block, tile.head, tile.batch, blocks.begin, blocks.end)
             # In a branch, version 4.7 of the DSL takes no name for a NamedTuple.
-            for i, value in enumerate(Note(cute.arch.smid(), warpgroup, *place, began, now)):
+            for i, value in enumerate(Note(cute.arch.smid(), warpgroup, *place, *times, now)):
                 self.words[HEADER + row * len(Note._fields) + i] = Int64(value)
 
 
