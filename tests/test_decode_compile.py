@@ -202,6 +202,7 @@ KERNELS = {
     "packed": replace(
         PLAIN, rotary=Rotary(128, False, "bfloat16"), packed=True, turned=True, writes_lengths=True
     ),
+    "lengths": replace(PLAIN, rotary=Rotary(128, False, "bfloat16"), writes_lengths=True),
     "everything": replace(
         PLAIN,
         paged=True,
