@@ -103,6 +103,13 @@ def test_documents_have_one_length():
 def test_a_group_is_needed():
     with pytest.raises(ValueError, match="init_process_group"):
         zigzag.shard(torch.ones(1, 3))
+    for call in (zigzag.shard, zigzag.unshard):
+        with pytest.raises(TypeError, match=r"^x must be a torch\.Tensor, got"):
+            call([1])
+        with pytest.raises(ValueError, match="dim must be at most 1, got 2"):
+            call(torch.ones(1, 3), 2)
+    with pytest.raises(ValueError, match="seqlen must be 0 or more, got -1"):
+        zigzag.positions(-1)
 
 
 def shard_and_join(group, layout, shape, dim):

@@ -61,7 +61,7 @@ class SequenceLayout:
 
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
-        split = self.split(x.shape[dim], group)
+        split = self.split(length_of(x, dim), group)
         chunks = split.chunks[split.rank]
         rows = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
         return torch.cat(rows or [x], dim)
@@ -74,6 +74,7 @@ class SequenceLayout:
         Raises:
             ValueError: on all ranks: shape, dtype or requires_grad differ, or rows do not fit.
         """
+        length_of(x, dim)
         rows, group = x.movedim(dim, 0), groups_of(group)[0]
         asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
         asked["requires_grad"] = rows.requires_grad  # else ranks would hang later
@@ -101,9 +102,16 @@ class SequenceLayout:
 
         Documents count from their own beginning.
         """
-        (places,) = self.shard(torch.arange(seqlen)[None], 1, group)
+        (places,) = self.shard(torch.arange(integer("seqlen", seqlen, 0))[None], 1, group)
         starts = torch.tensor(self.cu_seqlens)
         return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
+
+
+def length_of(x: Tensor, dim: int) -> int:
+    """Return the length of a tensor's dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {shown(x)}")
+    return x.shape[integer("dim", dim, -x.ndim, most=x.ndim - 1)]
 
 
 def dealt(rows: range, shares: Sequence[int]) -> Runs:

@@ -484,7 +484,7 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
 
 
 def are_equal(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether all sequences have `max_seqlen_q` queries; if rows of q are padded, not for sure."""
+    """Whether all sequences have `max_seqlen_q` queries, unless rows of q are padded."""
     return sizes.total_q == sizes.batch * sizes.max_seqlen_q and not signature.has_used_q
 
 
