@@ -247,8 +247,8 @@ def flash_attn_varlen_func(
             used stay as they are.
         num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
             GPU. With 0, keys of long sequences are split too, where few tiles would leave SMs idle
-            and no gradient is wanted. With 1, FlashAttention-3's default, they are not, and neither
-            with scheduler_metadata that was made with 1. With page_table as in
+            and no gradient is wanted. With 1, FlashAttention-3's default, they are not, nor with
+            scheduler_metadata that was made with 1. With page_table as in
             `flash_attn_with_kvcache`: 1 splits no keys, and a larger number is the number of parts.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
             With page_table None or True. Anything if query heads share no key/value head.
@@ -307,7 +307,7 @@ def flash_attn_varlen_func(
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
-    """Raise unless a call on pages gives its lengths by seqused_k only."""
+    """Raise unless a call on pages gives its lengths by seqused_k only, without dropout."""
     if ends_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if used_k is None:

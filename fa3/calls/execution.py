@@ -7,7 +7,7 @@ each kernel by their names.
 
 Lengths are read on the device only, so a captured graph stays right while they grow. With packed
 queries, `fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table
-of tiles, which a kernel before it makes from the lengths; tiles may be split. A kernel more
+of tiles, which a kernel before it makes from the lengths; tiles may be split. One more kernel
 recomputes rows whose fixed reference failed, or, where sequences share tiles, rows that are not
 finite. Sequences with few queries may be the decode kernel's, which then overlaps the forward
 kernel. All that depends on lengths is in tensors that each call allocates. So calls in several
@@ -281,13 +281,14 @@ class PackedCall:
 
 
 class EqualQueries(NamedTuple):
-    """How calls on a cache with equally many queries run: packed."""
+    """How calls on a cache with equally many queries run: as packed ones."""
 
     packed: PackedCall
-    sizes: PackedSizes
+    sizes: PackedSizes  # the same in all calls
 
     def attend(self, values: dict[str, Any], sizes: None = None) -> None:
-        """Write out and, unless it is None, the log-sum-exp."""
+        """Write out and, unless it is None, the log-sum-exp.
+        `values` are of the call, by name; q, out and the log-sum-exp become packed ones."""
         q, out, lse = values["q"], values["o"], values["lse"]
         batch, seqlen, heads, _ = q.shape
         rows = batch * seqlen
@@ -296,7 +297,7 @@ class EqualQueries(NamedTuple):
             0, rows + 1, seqlen, dtype=torch.int32, device=q.device
         )
         if lse is not None:
-            # Of packed rows heads come first.
+            # In a packed log-sum-exp, heads come first.
             packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
         self.packed.attend(values, self.sizes)
         if lse is not None and batch > 1:

@@ -385,18 +385,18 @@ class PreparedAppend:
     kernel: Callable
     query_step: int  # 1 if each query has a rotary position of its own, 0 if they share one
     # Whether rotated queries may be in the output's memory, which has the same shape. The decode
-    # kernel writes a row of O where it has read this row of Q, or when all that read it have. Where
-    # queries are packed, the forward kernel may attend to them too: it reads Q twice, and when it
-    # computes failed rows once more, O has been written.
+    # kernel writes a row of O where it has read this row of Q, or when all that read it have. The
+    # forward kernel, which may have packed queries and prompts, reads Q twice: when it computes
+    # failed rows once more, O has been written.
     rotates_in_out: bool
     writes_lengths: bool  # whether the kernel writes the lengths with the new tokens
 
     def run(self, values: dict[str, Any], out: torch.Tensor | None) -> None:
         """Append k and v to the caches; out of the caller is None.
 
-        Changes values: q, if there are rotary tables; the lengths, which get the new tokens, if
-        sequences get different numbers of them or have different numbers of queries. Otherwise
-        `seqlen_new` says how many keys each sequence has beyond those.
+        Changes values: q, if there are rotary tables; the lengths, which get the new tokens, if the
+        kernel writes lengths. Otherwise `seqlen_new` says how many keys each sequence has beyond
+        those.
         """
         q, k = values["q"], values["k_new"]
         cos, ends_q = values["rotary_cos"], values["cu_seqlens_q"]

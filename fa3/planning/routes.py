@@ -81,9 +81,9 @@ queries on 4k keys with 31 sequences of 2k 186 us on an H100, 193 where the GPU 
 with 31 of 4k 1015, and 787 where it does."""
 
 LITTLE_WORK = 1 << 24
-"""Scores of a call on a cache, of fewer of which the decode kernel takes less time. On an H100, 8/1
-heads of 128, 128 queries on 4096 keys took it 16.5 us and the forward kernel 24.8; 512 queries 29.3
-and 26.6; 32/8 heads, 512 queries on 1024 keys 34.0 and 19.5."""
+"""Scores of a call on a cache: with fewer, the decode kernel takes less time. On an H100, with 8/1
+heads of 128 and 4096 keys, it took 16.5 us for 128 queries and the forward kernel 24.8; for 512
+queries 29.3 and 26.6. With 32/8 heads, 512 queries on 1024 keys took 34.0 and 19.5."""
 
 PACKED_SHARE = 0.4
 """Share of L2's bytes for K and V of a head group of packed sequences without a mask. There no
@@ -484,12 +484,12 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
 
 
 def are_equal(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether all sequences have `max_seqlen_q` queries, unless rows of q are padded."""
+    """Whether all sequences surely have `max_seqlen_q` queries: not if rows of q are padded."""
     return sizes.total_q == sizes.batch * sizes.max_seqlen_q and not signature.has_used_q
 
 
 def is_little_work(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether the tile table of a call on a cache costs too much."""
+    """Whether the tile table costs more than the forward kernel saves."""
     work = sizes.total_q * sizes.heads * sizes.max_seqlen_k
     return are_equal(signature, sizes) and work < LITTLE_WORK
 
@@ -556,7 +556,8 @@ RULES = {
     CACHE: (
         Case(NOTHING, "no row, no sequence or no head", has_no_query),
         Case(ZEROS, "the cache has room for no key", has_no_key),
-        Case(DECODE, "no `cu_seqlens_q`, and at most 64 queries or none that lie as packed ones",
+        Case(DECODE, "no `cu_seqlens_q`, and at most 64 queries, or gaps between sequences of q or "
+             "`out`",
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
         Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
