@@ -301,22 +301,25 @@ def test_slopes_belong_to_heads(ranks, method, options):
     assert max(ranks.run(ranks.count, compare_with_slopes, method, options)) < 0.02
 
 
-def compare_documents_with_slopes(group, method):
-    """Return the largest error for documents that each have slopes; two are empty."""
-    layout, named = documents([0, 5, 5, 6, 30, 41, 41]), {"causal": True}
-    named["alibi_slopes"] = seeded(6, HEADS, seed=6).float().abs()
-    whole = [x[0] for x in operands_of(1, 41, 2)[:3]]
-    ends = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
-    alone = fa3.flash_attn_varlen_func(*whole, ends, ends, 24, 24, **named)
+def compare_documents_with_slopes(group, method, cu_seqlens):
+    """Return the largest error for documents that each have slopes; some are empty."""
+    layout, named, seqlen = documents(cu_seqlens), {"causal": True}, cu_seqlens[-1]
+    named["alibi_slopes"] = seeded(len(cu_seqlens) - 1, HEADS, seed=6).float().abs()
+    whole = [x[0] for x in operands_of(1, seqlen, 2)[:3]]
+    ends = torch.tensor(cu_seqlens, dtype=torch.int32)
+    alone = fa3.flash_attn_varlen_func(*whole, ends, ends, seqlen, seqlen, **named)
     mine = [layout.shard(x, 0, group) for x in whole]
     over = flash_attn_varlen_func(*mine, layout=layout, method=method, group=group, **named)
-    return (over - layout.shard(alone, 0, group)).abs().max().item()
+    errors = over - layout.shard(alone, 0, group)
+    return errors.abs().max().item() if errors.numel() else 0.0
 
 
 @ON_CPU
+@pytest.mark.parametrize("size, cu_seqlens", [(2, (0, 5, 5, 6, 30, 41, 41)), (4, (0, 2, 2))])
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-def test_slopes_belong_to_documents(ranks, method):
-    assert max(ranks.run(2, compare_documents_with_slopes, method)) < 0.02
+def test_slopes_belong_to_documents(ranks, method, size, cu_seqlens):
+    """Of four ranks, two have no rows."""
+    assert max(ranks.run(size, compare_documents_with_slopes, method, cu_seqlens)) < 0.02
 
 
 def decode(group):
@@ -894,4 +897,14 @@ def test_copies_bring_what_messages_bring(ranks, tmp_path, sizes, called):
     for errors in ranks.run(
         size, compare_by_copies, tmp_path, *called, tuple(shape), {"causal": True}
     ):
+        assert max(errors) < 0.02, errors
+
+
+@ON_CPU
+@pytest.mark.parametrize("heads_kv", [1, 4])
+def test_a_ring_may_skip_hops(ranks, tmp_path, heads_kv):
+    """Of four ranks, only neighbours see each other's keys, by hops one and three.
+    With one key/value head the keys are kept."""
+    called = zigzag, "ring", (1, 41, heads_kv), {"window_size": (3, 0)}
+    for errors in ranks.run(4, compare_by_copies, tmp_path, *called):
         assert max(errors) < 0.02, errors

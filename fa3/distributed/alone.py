@@ -71,7 +71,7 @@ class KeyPart:
 
     def slopes_of(self, slopes: Tensor | None) -> Tensor | None:
         """Return slopes of heads, or of the packed sequences' documents."""
-        if slopes is None or slopes.ndim == 1 or not self.documents:
+        if slopes is None or slopes.ndim == 1 or (self.lengths is None and not self.documents):
             return slopes
         return slopes.index_select(0, numbers_on(slopes.device, *self.documents))
 

@@ -289,7 +289,7 @@ def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop
     """Return a hop for each step, in which ranks see runs of keys.
     Parts that see this rank's own keys only are in the first."""
     chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
-    for i, seen in enumerate(steps):
+    for seen in steps:
         rank_parts = [
             parts_of(held, keys, call.part) for held, keys in zip(chunks, seen, strict=True)
         ]
@@ -297,7 +297,8 @@ def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop
         own += mine
         wanted = tuple(keys for *_, keys in rank_parts)
         if any(len(run) for runs in wanted for run in runs):
-            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), i, keeps))
+            # Steps without keys do not count: hops in a row have other memory.
+            hops.append(hop_of(call, parts, exchange_of(chunks, wanted), len(hops), keeps))
     return Hop(tuple(own)), *hops
 
 
