@@ -345,8 +345,8 @@ class DifferentiableAttention(torch.autograd.Function):
         operands = *saved, *(in_memory(name, one) for name, one in gradients.items())
         with torch.no_grad():
             results = call.gradients(BackwardOperands(*operands), lengths, tensors, wanted, dropout)
-        # This refuses second derivatives (`create_graph`). Where no gradient is recorded nobody
-        # can ask for one, and the host is spared a node, which takes as long as a launch.
+        # This refuses second derivatives (`create_graph`). If gradients are not recorded, there is
+        # no second derivative to refuse, and a node would take the host as long as a launch.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             results = WithoutDerivative.apply(call.function, results, *operands, *tensors)
         *grads, d_sinks = results

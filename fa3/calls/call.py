@@ -206,7 +206,7 @@ class AttentionCall(
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether a call on a cache can hand packed rows to forward.
+        """Whether the forward kernel can take a cache call's q as packed rows.
         Tiles of up to 64 queries are half empty: the decode kernel takes less time for them."""
         batch, rows = self.batch, self.batch * self.seqlen_q
         lie_packed = all(

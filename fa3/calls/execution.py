@@ -218,11 +218,7 @@ class PackedCall:
             execute_packed(signature, values, route.most_queries)
 
     def make_tiles(
-        self,
-        values: dict[str, Any],
-        sizes: PackedSizes,
-        route: Route,
-        prepared: Prepared,
+        self, values: dict[str, Any], sizes: PackedSizes, route: Route, prepared: Prepared
     ) -> Memory:
         """Add what launches take for tiles with rows of one sequence; return the memory."""
         signature = self.signature

@@ -278,7 +278,7 @@ def check_of_addresses(
     pairs = [
         (i, j) for n, i in enumerate(places) for j in range(len(placed)) if j not in places[: n + 1]
     ]
-    sizes = [layout.bytes for layout in placed]
+    sizes = [one.bytes for one in placed]
     # Of these: which number of rows it is, bytes from row to row, and bytes of a row.
     growing = {
         i: (side, placed[i].stride[0] * placed[i].dtype.itemsize, placed[i].with_rows(1).bytes)

@@ -392,7 +392,8 @@ class PreparedAppend:
     writes_lengths: bool  # whether the kernel writes the lengths with the new tokens
 
     def run(self, values: dict[str, Any], out: torch.Tensor | None) -> None:
-        """Append k and v to the caches; out of the caller is None.
+        """Append k and v to the caches.
+        `out` is None if it is the caller's: rotated queries are never put there.
 
         Changes values: q, if there are rotary tables; the lengths, which get the new tokens, if the
         kernel writes lengths. Otherwise `seqlen_new` says how many keys each sequence has beyond
