@@ -206,11 +206,11 @@ def test_machine_code(case):
 
 
 @pytest.mark.compiles
-def test_machine_code_of_a_kernel_with_both_references():
+def test_machine_code_of_pairs_of_heads():
     spec = spec_of(128, "causal")
     config = replace(config_of(spec), cluster_m=1, cluster_h=2)
     assert config.fixed_reference
-    report = forward_report(Forward(spec, config, TileList, has_online_and_fixed=True))
+    report = forward_report(Forward(spec, config, TileList))
     check_overlap(report, spec, config)
 
 

@@ -59,11 +59,11 @@ def test_forward():
 
 @pytest.mark.compiles
 def test_what_a_score_costs_in_the_forward_kernel():
-    """In the kernel that calls with heads of 128 load, which has both kinds of row max."""
+    """In the kernel that calls with heads of 128 load."""
     plain, counts = spec_of(128, "full"), []
     for spec in (plain, dropped(plain)):
         config = replace(config_of(spec), cluster_m=1, cluster_h=2)
-        report = forward_report(Forward(spec, config, TileList, has_online_and_fixed=True))
+        report = forward_report(Forward(spec, config, TileList))
         counts.append(sum(min(report.under_wgmma(), key=comparisons).values()))
     assert (counts[1] - counts[0]) / (ROWS * config.tile_n // WARPGROUP) < MOST_ADDED
 

@@ -27,7 +27,7 @@ Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -83,9 +83,6 @@ class Forward(AttentionKernel):
     is_recorded: bool = False
     # Where packed queries find their keys; None if k and v are packed too, or dense.
     cache: CacheLayout | None = None
-    # Whether a launch says if the softmax is online or has a fixed row max, as in the config: the
-    # consumers have the code of both, one after the other.
-    has_online_and_fixed: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
     arguments_type: ClassVar[type] = ForwardArguments
@@ -166,7 +163,7 @@ class Forward(AttentionKernel):
         )
         order = self.order(call, config)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
-        self.kernel(operands, schedule, call.overlaps_decode, call.online_max).launch(
+        self.kernel(operands, schedule, call.overlaps_decode).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
@@ -179,13 +176,6 @@ class Forward(AttentionKernel):
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
         return self.config.thread_registers(self.spec, self.cache is not None)
-
-    @property
-    def following(self) -> "Forward":
-        """This kernel with an online softmax, and no other."""
-        return replace(
-            self, config=replace(self.config, fixed_reference=False), has_online_and_fixed=False
-        )
 
     @property
     def stores_rows(self) -> bool:
@@ -254,7 +244,7 @@ class Forward(AttentionKernel):
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.out_type, consumers)
 
     @cute.kernel
-    def kernel(self, operands: ForwardOperands, schedule, overlaps_decode, online_max):
+    def kernel(self, operands: ForwardOperands, schedule, overlaps_decode):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in (operands.q, operands.k, operands.v, operands.o):
@@ -279,13 +269,7 @@ class Forward(AttentionKernel):
                     self.rewrite(operands, smem, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            context = operands, smem, schedule, cursor
-            if cutlass.const_expr(online_max is None):
-                self.mma(*context)
-            elif online_max == 1:
-                self.following.mma(*context)
-            else:
-                self.mma(*context)
+            self.mma(operands, smem, schedule, cursor)
         if cutlass.const_expr(overlaps_decode is not None):
             # Who waits for the end of this kernel waits for that of the decode kernel, too.
             cute.arch.griddepcontrol_wait()

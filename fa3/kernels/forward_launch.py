@@ -184,9 +184,7 @@ class ForwardArguments(NamedTuple):
     part_buffer: object = None
     part_counters: object = None  # (slots * warps,) int32, zero
     num_slots: int = 0  # parts of all tiles
-    # (`RecomputeMask.size`,) int32, zero; None if no row can be marked, and anything if the launch
-    # of a kernel that could mark rows follows the running maximum.
-    marks: object = None
+    marks: object = None  # (`RecomputeMask.size`,) int32, zero; None if no row can be marked
     recording: object = None  # int64; None except in an instrumented kernel
     # Int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
     table: object = None
@@ -200,9 +198,6 @@ class ForwardArguments(NamedTuple):
     # What FP8 keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
     # float32; None in 16 bits.
     descales: tuple | None = None
-    # Whether the softmax is online, 0 or 1, if the kernel has the code of both kinds of row max;
-    # else None.
-    online_max: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
@@ -231,6 +226,5 @@ class ForwardArguments(NamedTuple):
             overlaps_decode=Int32(0) if schedule.is_ragged else None,
             page_table=arguments.strided_tensor("int32", 2, has_pages),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
-            online_max=Int32(0) if kernel.has_online_and_fixed else None,
             descales=arguments.symbolic_descales(2 + spec.is_fp8) if dtype_k == FP8 else None,
         )

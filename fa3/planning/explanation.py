@@ -140,8 +140,7 @@ def describe_kernel(kernel: Any) -> str:
             return kernel
         case Forward():
             schedule: Any = kernel.schedule_type
-            both = " or online softmax" * kernel.has_online_and_fixed
-            words = ["forward", f"tile {describe_config(kernel.config)}{both}", schedule.name]
+            words = ["forward", f"tile {describe_config(kernel.config)}", schedule.name]
             words += [*words_of_spec(kernel.spec), *words_of_cache(kernel.cache)]
         case Decode():
             cut: Any = kernel.cut_type

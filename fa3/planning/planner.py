@@ -21,7 +21,7 @@ from fa3.planning.explanation import Candidate, choice_of, counted, describe_con
 from fa3.planning.launch import FromCall, Launch, Memory, PlanBase, launch_of_forward
 from fa3.planning.prediction import Cost, Load, Prediction, Timeline, loads_of_whole_tiles, predict
 from fa3.planning.routes import DECODE, choose_dense
-from fa3.planning.tilings import TiledProblem, configs, takes_fixed_reference
+from fa3.planning.tilings import TiledProblem, configs
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import (
     ELEMENTS,
@@ -70,22 +70,7 @@ class Plan(PlanBase):
 
     def kernel(self, is_recorded: bool = False) -> Forward:
         """The kernel to launch; the instrumented one if `is_recorded`."""
-        config = (
-            replace(self.config, fixed_reference=True) if self.has_online_and_fixed else self.config
-        )
-        kind = type(self.schedule), is_recorded
-        return Forward(
-            self.problem.spec, config, *kind, has_online_and_fixed=self.has_online_and_fixed
-        )
-
-    @property
-    def has_online_and_fixed(self) -> bool:
-        takes_both = self.config.cluster_h > 1 and self.schedule.reads_state
-        return takes_both and takes_fixed_reference(self.problem.spec)
-
-    @property
-    def online_max(self) -> int | None:
-        return int(not self.config.fixed_reference) if self.has_online_and_fixed else None
+        return Forward(self.problem.spec, self.config, type(self.schedule), is_recorded)
 
     @property
     def recompute(self) -> "Plan | None":
@@ -100,18 +85,15 @@ class Plan(PlanBase):
 
     def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
         """Return what is launched: the kernel, perhaps instrumented, then recompute if marked."""
-        schedule, recompute, online_max = self.schedule, self.recompute, self.online_max
+        schedule, recompute = self.schedule, self.recompute
         named: dict[str, Any] = {
             "heads_per_section": schedule.order.heads_per_section,
             "num_clusters": schedule.num_clusters,
-            "online_max": online_max,
         }
         if isinstance(schedule, SplitTiles):
             named["num_slots"] = schedule.num_slots
         if isinstance(schedule, RecomputeTiles):
             named["schedule_state"] = FromCall("marks")
-        if online_max:
-            named["marks"] = FromCall("schedule_state")
         launch = launch_of_forward(self.kernel(is_recorded), self.problem.window, **named)
         return (launch, *recompute.launches()) if recompute else (launch,)
 
