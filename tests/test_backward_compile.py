@@ -97,19 +97,21 @@ def test_machine_code(spec):
 
 @pytest.mark.compiles
 def test_machine_code_where_ctas_share_key_tiles():
-    """In a fixed order, too, with two accumulators."""
+    """In a fixed order, too, with two accumulators; in equal parts and in parts of lines."""
     spec = spec_of(128, "causal")
     config = choose_backward_config(spec)
-    kernel = Backward(spec, config, Dynamic, is_ordered=True, splits=True, accumulators=2)
-    report = report_of(kernel)
-    check_roles(report, config)
-    check_wgmma(report, spec, config, kernel.may_alternate)
-    # No TMA store: the last warp of a tree of sums writes dK and dV from its registers.
-    assert report.count("UTMASTG") == 0
-    # A sum is stored, or read and added, in vectors of 16 bytes; all of dK's and dV's columns.
-    quads = (padded(spec.head_dim) + padded(spec.head_dim_v)) * ROWS // WARPGROUP // 4
-    assert report.count("STG.E.128") >= quads // config.column_splits
-    assert report.count("LDG.E.128") >= quads // config.column_splits
+    for has_lines in (False, True):
+        options = {"accumulators": 2, "has_lines": has_lines}
+        kernel = Backward(spec, config, Dynamic, is_ordered=True, splits=True, **options)
+        report = report_of(kernel)
+        check_roles(report, config)
+        check_wgmma(report, spec, config, kernel.may_alternate)
+        # No TMA store: the last warp of a tree of sums writes dK and dV from its registers.
+        assert report.count("UTMASTG") == 0
+        # A sum is stored, or read and added, in vectors of 16 bytes; all columns of dK and dV.
+        quads = (padded(spec.head_dim) + padded(spec.head_dim_v)) * ROWS // WARPGROUP // 4
+        assert report.count("STG.E.128") >= quads // config.column_splits
+        assert report.count("LDG.E.128") >= quads // config.column_splits
 
 
 @pytest.mark.compiles

@@ -111,9 +111,10 @@ def test_the_same_bits_every_time(sizes, deterministic, device):
         assert not deterministic or torch.equal(found[0], first[0])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_modifiers(dropout_p, force, device):
-    """With sinks, a softcap and ALiBi, or dropout, in parts of heads and of blocks."""
+def test_modifiers(dropout_p, deterministic, force, device):
+    """With sinks, a softcap and ALiBi, or dropout, in parts of heads and of blocks, or of lines."""
     problem = make_problem(1, 500, 600, 1, 4, 128, CAUSAL)
     q, k, v = make_operands(problem, 3, device)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
@@ -123,14 +124,17 @@ def test_modifiers(dropout_p, force, device):
         if dropout_p:
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             state = torch.tensor([7], dtype=torch.int64, device=device)
-            out = fa3.flash_attn_func(*leaves, causal=True, dropout_p=dropout_p, rng_state=state)
-            found = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+            options = {"causal": True, "dropout_p": dropout_p, "rng_state": state}
+            out = fa3.flash_attn_func(*leaves, **options, deterministic=deterministic)
+            found = torch.autograd.grad(out, leaves, torch.ones_like(out))
             force(KeyShares())
+            out = fa3.flash_attn_func(*leaves, **options)
             whole = torch.autograd.grad(out, leaves, torch.ones_like(out))
             for ours, theirs in zip(found, whole, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-2)
         else:
-            check_gradients(q, k, v, CAUSAL, (True, True), 3, **modifiers)
+            options = modifiers | {"deterministic": deterministic}
+            check_gradients(q, k, v, CAUSAL, (True, True), 3, **options)
 
 
 GRAPHS = make_problem(1, 2048, 2048, 1, 8, 128, CAUSAL), make_problem(2, 170, 190, 2, head_dim=64)
@@ -273,6 +277,7 @@ def test_deterministic_gradients(head_dim, window, device):
 def test_head_groups_alternate_in_a_fixed_order(head_dim, device, monkeypatch):
     """In groups of a few heads: also where rows or keys are hidden."""
     monkeypatch.setattr(Waves, "heads_per_group", lambda self, heads, tiles: -(-heads // 5))
+    monkeypatch.setattr(planning, "share_lines", lambda *given: None)
     backward.prepare_backward.cache_clear()
     for seed, (lengths, heads, window) in enumerate(
         itertools.product(

@@ -1,12 +1,12 @@
 """What calls hand to the entry of a backward pass: where it looks for it, and in one buffer."""
 
 import itertools
-from collections import Counter
-from types import FunctionType
+from collections import Counter, defaultdict
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import CAUSAL, make_problem
 
@@ -22,6 +22,7 @@ from fa3.planning.backward import (
     words_of_counters,
 )
 from fa3.planning.key_split import KeyShares
+from fa3.primitives import key_line
 from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.gradient_parts import (
     HEAD,
@@ -34,6 +35,7 @@ from fa3.primitives.gradient_parts import (
     parts_of_last,
     parts_of_tile,
 )
+from fa3.primitives.key_line import TILES_OF_LINE, KeyLine, rank_at
 from fa3.primitives.query_tiles import QueryWalk, number_of_packed_tiles
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
@@ -49,6 +51,10 @@ ORDERED = "shares", "num_head_groups", "heads_per_group", "alternates"
 
 def ordered(*values) -> dict:
     return {"is_ordered": True} | dict(zip(ORDERED, values, strict=True))
+
+
+def lines(most_parts: int, length: int, count: int) -> KeyShares:
+    return KeyShares(1, most_parts, RISE * most_parts, length, count)
 
 
 FEW = "num_head_groups", "groups_preprocessed", "dq_is_zeroed"
@@ -83,13 +89,13 @@ PLANS = {
         )
     },
     # In a fixed order head groups alternate, and there may be two accumulators.
-    "few heads": ((1, 4096, 1, 8), CAUSAL, ordered(KeyShares(8), 2, 4, 1)),
-    "equal groups of more tiles": ((2, 3072, 2, 8), CAUSAL, ordered(KeyShares(8), 4, 8, 1)),
-    "a smaller last group": ((1, 6000, 4, 7), CAUSAL, ordered(KeyShares(7), 10, 3, 1)),
-    "all tiles run at the same time": ((1, 1280, 1, 7), CAUSAL, ordered(KeyShares(7), 1, 7, 1)),
+    "few heads": ((1, 4096, 1, 8), CAUSAL, ordered(lines(8, 64, 163), 1, 1, None)),
+    "equal groups of more tiles": ((2, 3072, 2, 8), CAUSAL, ordered(lines(6, 72, 90), 2, 2, None)),
+    "a smaller last group": ((1, 6000, 4, 7), CAUSAL, ordered(lines(6, 119, 180), 4, 1, None)),
+    "seven heads": ((1, 1280, 1, 7), CAUSAL, ordered(lines(20, 7, 118), 1, 1, None)),
     "many heads": ((4, 4096, 16, 1), CAUSAL, ordered(KeyShares(), 16, 4, 1)),
     "two query heads of a CTA": ((2, 4096, 8, 8), CAUSAL, ordered(KeyShares(4), 16, 4, 1)),
-    "two accumulators": ((1, 4096, 2, 4, 256), CAUSAL, ordered(KeyShares(4), 4, 2, 1)),
+    "two accumulators": ((1, 4096, 2, 4, 256), CAUSAL, ordered(lines(5, 63, 194), 2, 1, None)),
     "blocks as long as key tiles": ((4, 1024, 8, 1, 256), CAUSAL, ordered(KeyShares(), 2, 16, 1)),
     "many of them": ((4, 4096, 32, 1, 64), CAUSAL, ordered(KeyShares(), 16, 8, 0)),
     **{
@@ -101,14 +107,9 @@ PLANS = {
             ("short ones", (16, 1024, 8, 1, 256), 1),
         )
     },
-    "no bound": ((1, 4096, 1, 8), FULL, {"is_ordered": True, "accumulators": 2}),
-    # All parts of a key tile run at the same time, if query blocks of a head are divided at all.
-    **{
-        f"parts of {seqlen} in order": (
-            (1, seqlen, 1, 6), CAUSAL, {"is_ordered": True, "shares": KeyShares(6, parts)}
-        )
-        for seqlen, parts in ((1024, 2), (2048, 1), (4096, 1))
-    },
+    "no bound": ((1, 4096, 1, 8), FULL, {"is_ordered": True, "accumulators": 1}),
+    "no bound, more heads": ((1, 2048, 5, 4), FULL, {"is_ordered": True, "accumulators": 2}),
+    "longer than L2": ((1, 8192, 1, 8), FULL, {"is_ordered": True, "num_head_groups": 2}),
     # As in the fastest of the splits that were measured for these shapes.
     **{
         name: (sizes, CAUSAL, {"shares": KeyShares(*shares)})
@@ -223,6 +224,57 @@ def test_parts_cover_every_head_and_block_once(head_parts, shares, sizes, first)
     ]
     assert len(set(numbers)) == len(numbers)
     assert all(part < parts <= head_parts * block_parts for *_, part, parts in numbers)
+
+
+def ballot(values) -> int:
+    """The lanes, as bits, that have True."""
+    return sum(1 << int(lane) for lane in np.flatnonzero(np.broadcast_to(values, 32)))
+
+
+LANE = np.arange(32)
+"""Numbers that differ from lane to lane are arrays."""
+
+
+@pytest.fixture
+def warp(monkeypatch):
+    """`KeyLine.find` for a warp on the CPU, and what else lines compute with."""
+    popc = np.vectorize(lambda bits: int(bits).bit_count())
+    arch = {"vote_ballot_sync": ballot, "popc": popc, "make_warp_uniform": int}
+    arch = SimpleNamespace(lane_idx=lambda: LANE, **arch)
+    monkeypatch.setattr(key_line, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr(key_line, "cutlass", SimpleNamespace(range_constexpr=range))
+    monkeypatch.setattr(key_line, "Int32", int)
+    monkeypatch.setattr(key_line, "either", np.where)
+    return FunctionType(KeyLine.find.__wrapped__.__code__, vars(key_line))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.tuples(st.integers(1, TILES_OF_LINE), st.integers(1, 9), st.integers(1, 80)),
+    blocks=st.tuples(st.integers(1, 40), st.integers(0, 2)),
+    data=st.data(),
+)
+def test_parts_of_lines_wait_only_for_parts_that_come_before(sizes, blocks, data, warp):
+    """And all of them together visit each unit of each key tile once."""
+    (num_tiles, heads, length), (first, slope) = sizes, blocks
+    units = [max(1, first - slope * n) * heads for n in range(num_tiles)]
+    units_of = np.array(
+        units + TILES_OF_LINE * [1 << 20]
+    ).__getitem__  # also past the last key tile
+    line = KeyLine.of(PlainDivisor(length), num_tiles)
+    counts = [int(line.parts(n, count)) for n, count in enumerate(units)]
+    line, visitors = line._replace(most_parts=max(counts)), defaultdict(list)
+    for index in range(sum(counts)):
+        n, row = warp(line, units_of, index)
+        begin, end = (int(min(line.cut(n, one), units[n])) for one in (row, row + 1))
+        assert begin < end
+        for unit in range(begin, end):
+            visitors[unit].append((n, begin))
+    for unit in data.draw(st.sets(st.sampled_from(range(units[0])), max_size=9)):
+        ranks = [rank_at(line.before(units_of, *part), unit) for part in visitors[unit]]
+        assert ranks == list(range(len(ranks)))
+    visited = sorted((n, unit) for unit, parts in visitors.items() for n, _ in parts)
+    assert visited == [(n, unit) for n in range(num_tiles) for unit in range(units[n])]
 
 
 @given(block_parts=st.integers(1, 8), count=st.integers(1, 40), data=st.data())

@@ -77,6 +77,7 @@ from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.gradient_mmas import GradientLayouts
 from fa3.primitives.gradient_parts import KeySplit, SharedKeyTiles, parts_of_last
+from fa3.primitives.key_line import KeyLine
 from fa3.primitives.pipelines import thread_pipeline, tma_pipeline
 from fa3.primitives.query_tiles import STATISTICS, PackedQueryTiles, QueryTiles
 from fa3.primitives.shared_memory import SmemAllocator
@@ -103,6 +104,7 @@ class Backward(AttentionKernel):
     # Whether dK and dV are fp32. Then `splits` is True, if only with one part.
     writes_fp32: bool = False
     accumulators: int = 1  # of dQ, see `DqSemaphore`; two only dense and in a fixed order
+    has_lines: bool = False  # whether parts of key tiles are of lines, see `KeyLine`
 
     entry_name: ClassVar[str] = "fa3_backward"
     arguments_type: ClassVar[type] = PassArguments
@@ -121,7 +123,8 @@ class Backward(AttentionKernel):
     def may_alternate(self) -> bool:
         """Whether head groups may alternate: see `fa3.primitives.query_tiles`."""
         mask = self.spec.mask
-        return self.is_ordered and not self.is_ragged and mask.right and not mask.left
+        may_be = self.is_ordered and not self.is_ragged and not self.has_lines
+        return may_be and mask.right and not mask.left
 
     @cute.jit
     def launch(self, call: PassArguments, stream):
@@ -141,7 +144,9 @@ class Backward(AttentionKernel):
             batch, seqlen_k = call.q.shape[0], call.k.shape[1]
             sequences = Dense(call.q.shape[1], seqlen_k, window)
             num_key_tiles = cute.ceil_div(seqlen_k, config.tile_n)
-            if cutlass.const_expr(self.splits):
+            if cutlass.const_expr(self.has_lines):
+                num_key_tiles = call.parts_of_line
+            elif cutlass.const_expr(self.splits):
                 num_key_tiles = parts_of_last(call.block_parts, call.rise, num_key_tiles)
             order = KernelOrder.of(num_key_tiles, heads, batch, call.heads_per_group)
             q, k, v, d_out, dk, dv = map(rows_first, tensors)
@@ -192,7 +197,13 @@ class Backward(AttentionKernel):
         parts = call.numbers(call.parts_at, call.buffer.shape[0])
         counters = call.integers(call.part_counters_at, call.dq_flags_at)
         tiles = self.numbers_of_tiles(call, call.k, self.config.tile_n)
-        return SharedKeyTiles(split, tiles, parts, counters, in_batch(call.dk), in_batch(call.dv))
+        line = None
+        if self.has_lines:
+            length, heads = map(Divisor.of, (call.line_length, Int32(split.num_heads)))
+            num_tiles = cute.ceil_div(call.k.shape[1], self.config.tile_n)
+            line = KeyLine.of(length, num_tiles, call.block_parts, heads)
+        gradients = in_batch(call.dk), in_batch(call.dv)
+        return SharedKeyTiles(split, line, tiles, parts, counters, *gradients)
 
     def numbers_of_tiles(self, call: PassArguments, tensor: cute.Tensor, rows: int):
         """Return what numbers tiles of q or k; on the host."""

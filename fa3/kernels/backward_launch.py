@@ -209,6 +209,9 @@ class PassArguments(NamedTuple):
     # 1 if odd head groups have the first keys first (`fa3.primitives.query_tiles`), 0 if not; None
     # for a kernel in which they never have.
     alternates: int | None = None
+    # Units of a part, and parts of a key/value head, see `KeyLine`; None for other kernels.
+    line_length: int | None = None
+    parts_of_line: int | None = None
 
     @classmethod
     def symbolic(cls, kernel, table=None) -> "PassArguments":
@@ -251,6 +254,8 @@ class PassArguments(NamedTuple):
             modifiers=arguments.symbolic_modifiers(spec),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             alternates=Int32(0) if kernel.may_alternate else None,
+            line_length=Int32(0) if kernel.has_lines else None,
+            parts_of_line=Int32(0) if kernel.has_lines else None,
         )
 
     def numbers(self, begin, end) -> cute.Tensor:

@@ -4,6 +4,7 @@ All roles find a key tile, its query heads and their query blocks in the same wa
 with a query block is in `fa3.primitives`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,13 +14,14 @@ from cutlass import Float32, Int32, pipeline
 
 from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import ACCUMULATED, MMA_GROUPS, BackwardConfig
-from fa3.primitives.arithmetic import larger
+from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.dq_accumulator import (
     DqAccumulator,
     DqOperands,
     DqReduction,
     DqSemaphore,
     DqStep,
+    LineSemaphore,
 )
 from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.fragments import TransposedCoords
@@ -34,7 +36,13 @@ from fa3.primitives.gradient_parts import (
 )
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.output_store import GradientStore
-from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, QueryWalk, statistics_of_tile
+from fa3.primitives.query_tiles import (
+    LineWalk,
+    PackedQueryTiles,
+    QueryTiles,
+    QueryWalk,
+    statistics_of_tile,
+)
 from fa3.primitives.tma import TmaTensor, load_run, tile_loader
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.schedules import Tile
@@ -125,7 +133,7 @@ class QueryHead(NamedTuple):
 
     head: Int32
     mask: object
-    walk: QueryWalk
+    walk: QueryWalk | LineWalk
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,8 @@ class BackwardRoles:
         """The key tile of a cursor."""
         segment = self.schedule.segment(cursor)
         if self.kernel.splits:
+            if self.kernel.has_lines:
+                return self.part_of_line(segment)
             # The order's `m_block` is the number of parts of the sequence and head that follow.
             split, left = self.tensors.shared.split, segment.tile.m_block
             after, before, parts = find_part(split.block_parts, split.rise, left)
@@ -163,12 +173,39 @@ class BackwardRoles:
         work = self.work(segment, *self.keys_of(segment, is_down))
         return KeyTile(work, segment, self.tensors.sequences.sequence(segment), is_down)
 
+    def part_of_line(self, segment) -> KeyTile:
+        """The part of a line that a cursor's segment is."""
+        (split, line), (left, number, batch) = self.tensors.shared[:2], segment.tile
+        sequence = self.tensors.sequences.sequence(segment)
+        units_of = self.units_of(sequence)
+        n_block, row = line.find(units_of, self.schedule.order.num_m_blocks - 1 - left)
+        units = units_of(n_block)
+        ends = (smaller(line.cut(n_block, one), units) for one in (row, row + 1))
+        head_kv, parts = split.sets.quotient(number), line.parts(n_block, units)
+        part = (number - head_kv * split.sets.value) * parts + row
+        parts *= split.sets.value
+        first_head = number * split.num_heads
+        work = KeyWork(n_block, head_kv, batch, first_head, 1, part, parts, *ends)
+        return KeyTile(work, segment, sequence, None)
+
+    def units_of(self, sequence) -> Callable:
+        """A function: how many units of its line a key tile visits."""
+
+        def units_of(n_block):
+            blocks = visited_blocks(self.kernel, self.mask, n_block, sequence)
+            return (blocks.end - blocks.begin) * self.tensors.shared.line.heads.value
+
+        return units_of
+
     def query_head(self, tile: KeyTile, h) -> QueryHead:
-        """Query head `h` of a key tile."""
+        """Query head `h` of a key tile, or all of a line."""
         work = tile.work
         head = work.first_head + h
         mask = self.mask.at(work.batch, head)
         blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
+        if self.kernel.has_lines:
+            heads = self.tensors.shared.line.heads
+            return QueryHead(head, mask, LineWalk.of(blocks, heads, work.begin, work.end))
         if self.kernel.splits:
             divided = blocks.begin, blocks.end - blocks.begin
             if self.kernel.is_ordered:
@@ -222,8 +259,13 @@ class BackwardRoles:
         stages = self.config.stages, self.config.do_stages, self.config.k_stages, 1
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
-    def semaphore(self, tile: KeyTile, mask) -> DqSemaphore:
+    def semaphore(self, tile: KeyTile, mask) -> DqSemaphore | LineSemaphore:
         """A key tile's and query head's semaphores in a fixed order."""
+        if self.kernel.has_lines:
+            line, work = self.tensors.shared.line, tile.work
+            before = line.before(self.units_of(tile.sequence), work.n_block, work.begin)
+            dq = self.tensors.dq.at(self.config.tile_m, tile.segment)
+            return LineSemaphore(dq, self.kernel.pieces, self.kernel.accumulators, before)
         segment, m_block, step = tile.segment, tile.segment.tile.m_block, self.kernel.accumulators
         last = self.num_key_tiles(segment) - 1
         n_block = tile.work.n_block + step
@@ -238,6 +280,8 @@ class BackwardRoles:
     def dq(self, segment) -> DqAccumulator:
         """The dQ accumulator to which a key tile adds."""
         count, dq = self.kernel.accumulators, self.tensors.dq.at(self.config.tile_m, segment)
+        if self.kernel.has_lines:
+            return dq
         return dq.one_of(self.kernel.pieces, count, segment.tile.m_block % count)
 
     def stores(self) -> tuple[GradientStore, GradientStore]:
@@ -264,24 +308,53 @@ class BackwardRoles:
             tensors.fused.wait_until_preprocessed(self.kernel, group)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 head, _, walk = self.query_head(tile, h)
+                if cutlass.const_expr(self.kernel.has_lines):
+                    q_state, do_state = self.load_line(tile, tiles, head, walk, q_state, do_state)
+                else:
 
-                def load_statistics(m_block, state, head=head, tile=tile, tiles=tiles):
-                    number = tiles.number((m_block, head, tile.work.batch))
-                    source = statistics_of_tile(tensors.statistics, config.tile_m, number)
-                    target = smem.statistics[None, None, state.index]
-                    load_run(source, target, pipelines.q.producer_get_barrier(state))
+                    def load_statistics(m_block, state, head=head, tile=tile, tiles=tiles):
+                        number = tiles.number((m_block, head, tile.work.batch))
+                        source = statistics_of_tile(tensors.statistics, config.tile_m, number)
+                        target = smem.statistics[None, None, state.index]
+                        load_run(source, target, pipelines.q.producer_get_barrier(state))
 
-                rows = head, sequences.queries(tile.segment)
-                load_q = tile_loader(
-                    tensors.q, smem.q, pipelines.q, *rows, load_more=load_statistics
-                )
-                load_do = tile_loader(tensors.d_out, smem.d_out, pipelines.d_out, *rows)
-                for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
-                    m_block = walk.at(i)
-                    q_state = load_q(m_block, q_state)
-                    do_state = load_do(m_block, do_state)
+                    rows = head, sequences.queries(tile.segment)
+                    load_q = tile_loader(
+                        tensors.q, smem.q, pipelines.q, *rows, load_more=load_statistics
+                    )
+                    load_do = tile_loader(tensors.d_out, smem.d_out, pipelines.d_out, *rows)
+                    for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
+                        m_block = walk.at(i)
+                        q_state = load_q(m_block, q_state)
+                        do_state = load_do(m_block, do_state)
             cursor = schedule.next(cursor)
         schedule.finish()
+
+    @cute.jit
+    def load_line(self, tile: KeyTile, tiles, head, walk, q_state, do_state):
+        """Load Q and dO along a line, at each place of another head."""
+        for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
+            m_block, here = walk.place(i, head)
+            load_q, load_do = self.query_loaders(tile, tiles, here)
+            q_state = load_q(m_block, q_state)
+            do_state = load_do(m_block, do_state)
+        return q_state, do_state
+
+    def query_loaders(self, tile: KeyTile, tiles, head) -> tuple[Callable, Callable]:
+        """Functions that load a query block: Q with its statistics, and dO."""
+        tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
+
+        def load_statistics(m_block, state):
+            number = tiles.number((m_block, head, tile.work.batch))
+            source = statistics_of_tile(tensors.statistics, self.config.tile_m, number)
+            target = smem.statistics[None, None, state.index]
+            load_run(source, target, pipelines.q.producer_get_barrier(state))
+
+        rows = head, tensors.sequences.queries(tile.segment)
+        return (
+            tile_loader(tensors.q, smem.q, pipelines.q, *rows, load_more=load_statistics),
+            tile_loader(tensors.d_out, smem.d_out, pipelines.d_out, *rows),
+        )
 
     @cute.jit
     def load_keys(self):
@@ -340,9 +413,10 @@ class BackwardRoles:
                 head, mask, walk = self.query_head(tile, h)
                 semaphore = self.semaphore(tile, mask)
                 for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
+                    turn = semaphore.at(i)
                     pipelines.added.consumer_wait(state)
                     with cute.arch.elect_one():
-                        semaphore.signal((walk.at(i), head, tile.work.batch))
+                        turn.signal((*walk.place(i, head), tile.work.batch))
                         pipelines.added.consumer_release(state)
                     state.advance()
             with cute.arch.elect_one():

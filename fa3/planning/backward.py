@@ -20,15 +20,19 @@ from fa3.kernels.tile_table import TileTable, capacity_of_table, shift_of_work, 
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.explanation import NOT_PREDICTED, counted, quantity
 from fa3.planning.key_split import (
+    MOST_LINES,
     TILES_OF_WAVE,
     KeyShares,
     KeyTileWork,
     Waves,
     choose_shares,
+    lines_of_group,
     may_have_parts,
     may_split,
+    share_lines,
 )
 from fa3.planning.launch import FromCall, Launch, PlanBase
+from fa3.primitives.key_line import TILES_OF_LINE
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -79,6 +83,11 @@ MOST_WAVES_FULL = 4
 """Waves of parts up to which the preprocess kernel does all queries where nothing bounds the keys
 to the right. With two and four waves that gained 2 to 11%, with eight it lost 1%; under a causal
 mask two waves gained up to 10%, three lost 1 to 3% (docs/experiments.md)."""
+
+DISTANCE = 1.5
+"""Units between the parts of a line that come to a unit one after another, below which they have
+two dQ accumulators. With 0.5 to 1.3 these gained 0 to 12%, with 1.7 and more they lost 1 to 25%,
+since the second one is memory to write and read (docs/experiments.md)."""
 
 KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel preprocesses queries. With
@@ -151,6 +160,7 @@ class BackwardKernels:
     has_used_k: bool = False
     writes_fp32: bool = False  # whether dK and dV are fp32, which needs `splits`
     accumulators: int = 1  # dQ accumulators
+    has_lines: bool = False  # whether parts of key tiles are of lines
 
     @functools.cached_property
     def config(self) -> BackwardConfig:
@@ -162,7 +172,7 @@ class BackwardKernels:
         spec, config = self.spec, self.config
         schedule = RaggedKeyTiles if self.is_packed else InOrderQueue
         kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32, self.accumulators
-        main = Backward(spec, config, schedule, *kind)
+        main = Backward(spec, config, schedule, *kind, self.has_lines)
         if not self.is_packed:
             return BackwardPass(main)
         table = TileTable(
@@ -246,6 +256,14 @@ class BackwardPlan(PlanBase):
         if not may_split(whole.num_key_tiles, num_sms):
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
+        if whole.may_have_lines:
+            tiles = key_tiles_of(problem.spec, whole.config, sequence, False)
+            ratio, fitting = problem.qhead_per_kvhead, whole.heads_in_l2
+            # Two sets under a causal mask lost 1 to 2% (docs/experiments.md).
+            most_sets = 1 if problem.spec.mask.right else MOST_LINES
+            lines = share_lines(tiles, heads, ratio, num_sms, fitting, most_sets)
+            if lines is not None:
+                return replace(whole, shares=lines)
         tiles = key_tiles_of(problem.spec, whole.config, sequence, is_ordered)
         sizes = tiles, heads, problem.qhead_per_kvhead, num_sms
         shares = choose_shares(*sizes, is_ordered, not whole.is_long, whole.waves)
@@ -256,7 +274,7 @@ class BackwardPlan(PlanBase):
         splits = self.writes_fp32 or self.shares.parts > 1
         return BackwardKernels(
             self.problem.spec, self.is_ordered, splits, writes_fp32=self.writes_fp32,
-            accumulators=self.accumulators,
+            accumulators=self.accumulators, has_lines=self.shares.line_length is not None,
         )  # fmt: skip
 
     @property
@@ -379,10 +397,19 @@ class BackwardPlan(PlanBase):
         return rows_in_l2(self.problem.spec) // self.problem.seqlen_q
 
     @property
+    def may_have_lines(self) -> bool:
+        """Whether key tiles may have parts of lines: see `fa3.primitives.key_line`."""
+        mask = self.problem.spec.mask
+        return self.is_ordered and not mask.left and self.key_tiles_of_head <= TILES_OF_LINE
+
+    @property
     def accumulators(self) -> int:
         """dQ accumulators: two where handing on takes longer than a step.
         That is so where all parts of query blocks begin at once, or where key tiles are one short
         block apart, and sequences long enough to pay for the memory (docs/experiments.md)."""
+        if (length := self.shares.line_length) is not None:
+            # Parts come to a unit so close after one another that they would wait.
+            return 2 if length < DISTANCE * self.key_tiles_of_head else 1
         is_long = self.problem.seqlen_k > MORE_KEYS_UNZEROED
         is_slow = (
             self.shares.block_parts > 1
@@ -436,6 +463,8 @@ class BackwardPlan(PlanBase):
         """Heads of a head group, whose Q, dO and dQ fit into L2.
         So a head's tiles add to dQ at the same time. Sets of query heads count as heads. A few
         heads more or less make groups about equal, so that the last one is not small."""
+        if self.shares.line_length is not None:
+            return lines_of_group(self.heads, self.query_heads_of_cta, self.heads_in_l2)
         problem, waves = self.problem, self.waves
         tiles = self.key_tiles_of_head * self.shares.block_parts
         if waves is not None and self.alternates:

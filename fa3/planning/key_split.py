@@ -11,7 +11,9 @@ import heapq
 import math
 from typing import NamedTuple
 
+from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.gradient_parts import RISE, parts_of_tile
+from fa3.primitives.key_line import KeyLine
 from fa3.problem import REMEMBERED
 
 STEPS_OF_TILE = 4.0
@@ -50,12 +52,22 @@ COST_OF_REST = 3.0
 heads. An odd number of groups costs 1, and so do groups with e times as many tiles as wanted."""
 
 
+MOST_LINES = 4
+"""Lines in a fixed order, at most. With 1 to 4 it kept 0.91 to 1.01 of the plain speed, where equal
+parts kept 0.74 to 0.96; with 8 lines of 2k keys it kept less than those (docs/experiments.md)."""
+
+MOST_UNITS = 1 << 20  # of a line; `KeyLine` multiplies a part's units in 32 bits
+
+
 class KeyShares(NamedTuple):
     """How a key tile is shared: by `head_parts` times `block_parts` CTAs, or fewer."""
 
     head_parts: int = 1
     block_parts: int = 1
     rise: int = RISE * BLOCK_PARTS[-1]  # see `KeySplit`; all tiles have equally many parts
+    # Units of a part of a line, and parts of a line's key tiles, see `KeyLine`; None without lines.
+    line_length: int | None = None
+    parts_of_line: int | None = None
 
     @property
     def parts(self) -> int:
@@ -68,6 +80,8 @@ class KeyShares(NamedTuple):
 
     def parts_of_all(self, count: int) -> int:
         """Parts of a head set for all `count` key tiles of a sequence."""
+        if self.parts_of_line is not None:
+            return self.parts_of_line
         rising = min(count, RISE * self.block_parts // self.rise)  # all others have `block_parts`
         return sum(map(self.parts_of_set, range(rising))) + (count - rising) * self.block_parts
 
@@ -158,6 +172,60 @@ def choose_shares(
     costs = {x: cost(x) for x in ways if may_have_parts(num_tiles * x.parts, num_sms)}
     costs[whole] = MOST_OF_TIME * cost(whole)
     return min(costs, key=costs.__getitem__)
+
+
+def share_lines(
+    tiles: tuple[KeyTileWork, ...],  # of one head, the first keys first
+    heads: int,  # key/value heads, of all sequences
+    group: int,  # query heads that share a key/value head
+    num_sms: int,
+    fitting: int,  # query heads with Q, dO and dQ that fit into L2 together
+    most_sets: int,
+) -> KeyShares | None:
+    """How CTAs share key tiles by lines; None if there are too many."""
+    fits = (n for n in range(1, group + 1) if group % n == 0 and n * fitting >= group)
+    sets = next(fits, group)
+    units, lines = [tile.blocks * (group // sets) for tile in tiles], heads * sets
+    if sets > most_sets or lines > MOST_LINES or max(units) > MOST_UNITS:
+        return None
+    at_once = lines_of_group(lines, group // sets, fitting)
+    least, costs = max(1, sum(units) * at_once // num_sms), {}
+    for length in {least * (8 + i) // 8 for i in range(9)}:
+        cuts = [cuts_of_line(length, len(units), n, count) for n, count in enumerate(units)]
+        counts = list(map(len, cuts))
+        shares = KeyShares(sets, max(counts), RISE * max(counts), length, sum(counts))
+        costs[shares] = time_of_lines(cuts, units, lines, at_once, num_sms)
+    best = min(costs, key=costs.__getitem__)
+    return best if best.block_parts > 1 else None
+
+
+def lines_of_group(lines: int, heads: int, fitting: int) -> int:
+    """Lines of a head group; each has `heads` query heads."""
+    groups = -(-lines // max(1, fitting // heads))
+    return -(-lines // groups)
+
+
+def cuts_of_line(length: int, num_tiles: int, n_block: int, units: int) -> list[int]:
+    """Where the parts of a key tile begin."""
+    line = KeyLine.of(PlainDivisor(length), num_tiles)
+    return [line.cut(n_block, row) for row in range(line.parts(n_block, units))]
+
+
+def time_of_lines(
+    cuts: list[list[int]], units: list[int], lines: int, at_once: int, num_sms: int
+) -> float:
+    """The time until the last CTA ends, in query blocks, where none waits."""
+    parts = []
+    for n, begins in enumerate(cuts):
+        ends = [*begins[1:], units[n]]
+        parts += [(-begin, n, end - begin) for begin, end in zip(begins, ends, strict=True)]
+    times = [STEPS_OF_TILE + STEPS_OF_PART + count for *_, count in sorted(parts)]
+    free = [0.0] * num_sms
+    for first in range(0, lines, at_once):
+        for time in times:
+            for _ in range(min(at_once, lines - first)):
+                heapq.heapreplace(free, free[0] + time)
+    return max(free)
 
 
 def time_of(

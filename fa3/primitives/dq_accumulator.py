@@ -23,7 +23,7 @@ the backward pass. In long sequences key tiles keep step, and the first one woul
 (docs/experiments.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -33,7 +33,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.gradient_mmas import KeyTileStep, columns_of_keys, operand_a, operand_b
+from fa3.primitives.key_line import rank_at
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
 from fa3.primitives.tma import ADD, STORE, send_run
 from fa3.primitives.vectors import QUAD
@@ -198,6 +200,10 @@ class DqSemaphore:
     begin: Int32
     end: Int32
 
+    def at(self, place) -> "DqSemaphore":
+        """The turn at a place of the walk: everywhere the same."""
+        return self
+
     @cute.jit
     def wait(self, tile, rank: Int32):
         """Wait until all earlier key tiles have added to a query tile.
@@ -229,6 +235,25 @@ class DqSemaphore:
 
 
 @dataclass(frozen=True)
+class LineSemaphore:
+    """The turns of a part of a `KeyLine`, which differ from unit to unit.
+    With two accumulators, every other part that comes to a unit adds to the same one."""
+
+    dq: DqAccumulator
+    pieces: DqPieces
+    accumulators: int
+    before: tuple  # of `KeyLine.before`
+
+    def at(self, unit) -> DqSemaphore:
+        """The turn at a unit."""
+        rank = rank_at(self.before, unit)
+        dq = self.dq.one_of(self.pieces, self.accumulators, rank % self.accumulators)
+        rank = rank // self.accumulators
+        # A first part waits for no other one.
+        return DqSemaphore(dq, rank + 1, Int32(0), LARGEST * Int32(rank > 0))
+
+
+@dataclass(frozen=True)
 class DqReduction:
     """The reduce warp's additions of one key tile and one query head.
     The warp does nothing else. With additions, too, the dQ warpgroup waited twice as long at the
@@ -238,7 +263,7 @@ class DqReduction:
     dq: DqAccumulator  # the accumulator of the key tile's sequence
     memory: cute.Tensor  # pieces in shared memory, one for each stage of `pipelines.staged`
     pipelines: object  # `staged` delivers pieces; `added` tells of blocks that have been added
-    semaphore: DqSemaphore | None  # of a fixed order; else None
+    semaphore: DqSemaphore | LineSemaphore | None  # of a fixed order; else None
     is_zeroed: Int32  # 1 if the accumulator starts with zeros, else 0
 
     @property
@@ -252,21 +277,29 @@ class DqReduction:
         pieces = self.pieces
         return self.semaphore is None and pieces.in_flight == 2 and pieces.rows == 1
 
+    def at(self, place) -> "DqReduction":
+        """The addition at a place of the walk."""
+        if not isinstance(self.semaphore, LineSemaphore):
+            return self
+        semaphore = self.semaphore.at(place)
+        return replace(self, semaphore=semaphore, dq=semaphore.dq)
+
     @cute.jit
     def all(self, walk, head, batch, state, added_state, pending):
         """Add query blocks of a walk, each when it may be added.
         `pending` is 1 if the stage before the present one is not released yet."""
         rank = Int32(0)
         for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
-            tile, following = (walk.at(i), head, batch), (walk.at(i + 1), head, batch)
-            is_first = self.wait(tile, rank, state)
+            here, after = self.at(i), self.at(i + 1)
+            tile, following = (*walk.place(i, head), batch), (*walk.place(i + 1, head), batch)
+            is_first = here.wait(tile, rank, state)
             for piece in cutlass.range(self.pieces.count, unroll=1):
                 self.pipelines.staged.consumer_wait(state)
                 # Before lane 0 releases a stage: a lane that polls late could see the barrier two
                 # phases on with equal parity, and hang.
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
-                    self.dq.reduce(self.pieces, piece, tile, state.index, self.memory, is_first)
+                    here.dq.reduce(self.pieces, piece, tile, state.index, self.memory, is_first)
                     if cutlass.const_expr(self.adds_two):
                         pending = self.release(state, pending)
                     else:
@@ -280,7 +313,7 @@ class DqReduction:
                     self.dq.publish_first_store(tile)
             if cutlass.const_expr(self.semaphore is not None):
                 # It arrives while the warp waits for dQ.
-                rank = self.semaphore.load(following)
+                rank = after.semaphore.load(following)
                 self.pipelines.added.producer_acquire(added_state)
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:

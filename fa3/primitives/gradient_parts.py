@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from fa3.primitives.arithmetic import Divisor, larger, smaller
 from fa3.primitives.dq_accumulator import in_quads, quads_of_lane
 from fa3.primitives.fragments import as_rows_and_columns
+from fa3.primitives.key_line import KeyLine
 from fa3.primitives.query_tiles import PAIR, PackedQueryTiles, QueryTiles
 from fa3.primitives.vectors import QUAD, vector_of
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
@@ -123,6 +124,7 @@ class SharedKeyTiles(NamedTuple):
     """The global tensors of key tiles that CTAs share."""
 
     split: KeySplit
+    line: KeyLine | None  # where parts are of lines; else None
     tiles: QueryTiles | PackedQueryTiles  # numbers the key tiles (n_block, head_kv, batch)
     # Float32; a slot for each part, with a run for each warp, with quads of each thread.
     buffer: cute.Tensor

@@ -117,15 +117,16 @@ class GradientStep(KeyTileStep):
     def all(self, walk, q_state, do_state):
         """All query blocks of a walk of `fa3.primitives.query_tiles`."""
         blocks, i, states = walk.blocks, walk.blocks.begin, (q_state, do_state)
-        while i < blocks.full_begin:
-            states = self.next(walk.at(i), *states, masked=True)
-            i += 1
+        if cutlass.const_expr(not walk.is_down):
+            while i < blocks.full_begin:
+                states = self.at(walk, i).next(walk.at(i), *states, masked=True)
+                i += 1
         while i < blocks.full_end:
-            states = self.next(walk.at(i), *states, masked=False)
+            states = self.at(walk, i).next(walk.at(i), *states, masked=False)
             i += 1
         if cutlass.const_expr(self.rules.mask.left or walk.may_be_down):
             while i < blocks.end:
-                states = self.next(walk.at(i), *states, masked=True)
+                states = self.at(walk, i).next(walk.at(i), *states, masked=True)
                 i += 1
         return states
 
@@ -162,6 +163,17 @@ class GradientStep(KeyTileStep):
         if cutlass.const_expr(config.do_stages != config.stages):
             do_state.advance()
         return q_state, do_state
+
+    def at(self, walk, place) -> "GradientStep":
+        """The step at a place of a walk, for its query head."""
+        coords, dropout = self.rules.coords, self.dropout
+        _, head = walk.place(place, coords.head)
+        if head is coords.head:
+            return self
+        coords = replace(coords, head=head)
+        if dropout is not None:
+            dropout = replace(dropout, coords=coords)
+        return replace(self, rules=replace(self.rules, coords=coords), dropout=dropout)
 
     def of_part(self, part) -> "GradientStep":
         """The steps for a part of each block, with its coordinates."""

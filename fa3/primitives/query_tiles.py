@@ -116,6 +116,8 @@ class QueryWalk(NamedTuple):
     first: Int32 | None = None
     step: Int32 | None = None
 
+    is_down = False  # not always
+
     @property
     def may_be_down(self) -> bool:
         """Whether unmasked blocks may come before masked ones."""
@@ -134,3 +136,32 @@ class QueryWalk(NamedTuple):
     def at(self, i):
         """The query block at place i of the walk."""
         return i if self.step is None else self.first + self.step * i
+
+    def place(self, i, head) -> tuple:
+        """The query block and the head at place i; `head` is the first one."""
+        return self.at(i), head
+
+
+class LineWalk(NamedTuple):
+    """Query blocks of all heads of a line, from the last block downwards."""
+
+    blocks: Any  # places of the walk, [begin, end), and of them the ones with unmasked blocks
+    last: Int32  # the last query block
+    heads: Any  # a `Divisor` by the heads
+
+    is_down = may_be_down = True  # unmasked blocks come before masked ones
+
+    @classmethod
+    def of(cls, blocks, heads, begin, end) -> "LineWalk":
+        """The walk of places [begin, end); all `Blocks` end with the last one."""
+        count, full = ((blocks.end - n) * heads.value for n in (blocks.begin, blocks.full_begin))
+        places = blocks._replace(begin=0, full_begin=0, full_end=full, end=count)
+        return cls(places.walked(begin, end), blocks.end - 1, heads)
+
+    def at(self, i):
+        """The query block at place i of the walk."""
+        return self.last - self.heads.quotient(i)
+
+    def place(self, i, head) -> tuple:
+        """The query block and the head at place i; `head` is the first one."""
+        return self.at(i), head + i - self.heads.quotient(i) * self.heads.value
