@@ -184,13 +184,16 @@ def test_scores_and_sinks(name, where):
 
 def test_hard_values(where):
     """Outliers as FlashAttention-3 draws them, keys that grow, and logits of other sizes."""
-    for kind in ("outliers", "growing", "large", "small", "equal"):
+    for kind in ("outliers", "growing", "shrinking", "negative", "large", "small", "equal"):
         q, k, v = (drawn(1, 512, 2, 128, seed=i, where=where) for i in range(3))
         if kind == "outliers":
             masks = (drawn(1, 512, 2, 128, seed=i + 5, where=where) for i in range(3))
             q, k, v = (x + 10 * y * (y.abs() > 3.29) for x, y in zip((q, k, v), masks, strict=True))
-        elif kind == "growing":
-            k = k * torch.linspace(0.1, 8, 512, device=where)[:, None, None]
+        elif kind in ("growing", "shrinking"):
+            ends = (0.1, 8) if kind == "growing" else (8, 0.1)
+            k = k * torch.linspace(*ends, 512, device=where)[:, None, None]
+        elif kind == "negative":
+            q, k = -q.abs(), k.abs()
         elif kind == "equal":
             q = q * 0
         else:
@@ -315,6 +318,7 @@ def test_graphs():
         ((128, 128), True),
         ((192, 128), False),
         ((256, 256), False),
+        ((256, 256), True),
     ],
 )
 def test_machine_code(head_dims, one_level):

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 from fa3.complaints import shown
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.fp8_compute import fragment_registers
+from fa3.primitives.fp8_compute import fragment_registers, transposers
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import (
     REGISTERS,
@@ -72,6 +72,8 @@ class ForwardConfig:
     def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a consumer."""
         table = REGISTERS_OF_PAGES if spec.is_fp8 or has_cache else REGISTERS
+        if spec.is_fp8 and transposers(self.tile_n, padded(spec.head_dim_v), self.one_level) > 2:
+            table = REGISTERS
         if self.converted_stages and not spec.is_fp8:
             table = REGISTERS_OF_CONVERTERS
         return table[self.consumers]

@@ -26,7 +26,8 @@ from cutlass import Float32, Int32, Uint32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
-from fa3.primitives.fp8_blocks import float_bits, float_of, largest_of_warps
+from fa3.primitives.fp8_blocks import largest_of_warps
+from fa3.primitives.fragments import float_bits, float_of
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP

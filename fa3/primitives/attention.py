@@ -144,19 +144,22 @@ class Attention:
         vt = self.regs.vt[None, None, None, v_state.index]
         wgmma.issue(self.mmas.pv.op, self.regs.acc_O, self.operand_p(), vt, accumulate=True)
 
-    def add(self, fresh, part: int) -> None:
-        """Add P V of a part to O, unless the WGMMA did."""
+    def add(self, fresh, part: int, v_state=None) -> None:
+        """Add P V of a part to O, unless the WGMMA did.
+        The block loop gives V's state."""
+
+    @property
+    def accs(self) -> tuple:
+        """The sums of O, which follow the references."""
+        return (self.regs.acc_O,)
 
     def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool):
-        """Adapt references to a block, and O; return what `rescale` needs."""
+        """Adapt references to a block, and O."""
         if self.softmax.online_max:
-            acc_O = as_rows_and_columns(self.regs.acc_O)
-            self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
+            accs = [as_rows_and_columns(acc) for acc in self.accs]
+            self.softmax.follow(scores, accs, lambda: warpgroup.wait_group(0), shifts)
         elif self.may_lack_reference(masked):
             self.softmax.init_late_rows(scores, shifts, self.sees(n_block))
-
-    def rescale(self, factors) -> None:
-        """Multiply O by what `follow` returned, unless it has done so."""
 
     @cute.jit
     def first(self, n_block, k_state):
@@ -241,7 +244,7 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
-        factors = self.follow(scores, shifts, n_block, masked)
+        self.follow(scores, shifts, n_block, masked)
         may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
         drawn = self.draw(acc_S, n_block)
@@ -252,9 +255,8 @@ class Attention:
             if self.softmax.has_summed():
                 self.pipeline_v.consumer_wait(v_state)
             warpgroup.wait_group(0)
+            self.add(fresh, 0, v_state)
             self.pipeline_v.consumer_release(v_state)
-            self.add(fresh, 0)
-        self.rescale(factors)
         self.write_p(acc_S, drawn)
         k_state.advance()
         if cutlass.const_expr(self.overlaps):
@@ -314,7 +316,7 @@ class Attention:
         """Whether P of a row's only visible key is a power of two.
         It is if the row's reference was taken from that key's score."""
         rules, reference = self.rules, self.softmax.reference
-        if reference in (RowMax.ONLINE, RowMax.EXACT):
+        if reference in (RowMax.ONLINE, RowMax.LOW):
             return True
         return reference is RowMax.FIXED and not (rules.scores or rules.mask.templates)
 

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
+from fa3.primitives.fragments import float_bits, float_of
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 
@@ -224,20 +225,6 @@ def elements_at(smem: cute.Tensor, dtype: cutlass.Constexpr, index) -> tuple:
     values = cute.make_rmem_tensor(VECTOR, Float32)
     values.store(raw.load().to(Float32))
     return values, target
-
-
-def float_bits(value: Float32) -> Int32:
-    """The bits of a float32."""
-    register = cute.make_rmem_tensor(1, Float32)
-    register[0] = value
-    return cute.recast_tensor(register, Int32)[0]
-
-
-def float_of(bits: Int32) -> Float32:
-    """The float32 of these bits."""
-    register = cute.make_rmem_tensor(1, Int32)
-    register[0] = bits
-    return cute.recast_tensor(register, Float32)[0]
 
 
 @cute.jit

@@ -7,15 +7,15 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
 - A thread holds other keys of P as an operand than it gets of S as sums. In V^T, 16 keys each
   are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
   are the operand P as they are.
-- Their sums have few bits. So P V goes to registers of its own, which are added to O in fp32:
-  O = O * factor + P V. One instruction for an element rescales O and adds. With sums in one level,
-  an option, P V is added to O by the WGMMA; that leaves registers for larger blocks of keys.
+- Their sums have few bits. So P V of some blocks goes to registers of its own, which are then added
+  to O in fp32. With sums in one level, an option, the WGMMAs add P V to O; that leaves registers
+  for larger blocks of keys.
 
 Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transposes in the kernel;
 DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -25,18 +25,19 @@ from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
-from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.wgmma import ROWS
 
-TRANSPOSERS = 2  # warps that transpose blocks of V
 MOST_REGISTERS = 208  # for all fragments: of 232, a thread needs 24 for other things
 
 MOST_OF_ONE_LEVEL = 184
-"""Registers of S and O, with sums in one level, under which P V may run: ptxas serialises the
-WGMMAs at 192, and does not at 160."""
+"""Registers of S and O, with sums in one level, up to which 232 registers a thread are enough: at
+192 ptxas serialises the WGMMAs, and does not at 160."""
 
-LOADS_AT_ONCE = 2
-"""Loads of a transposing warp that are on their way at once: it has 40 registers a thread."""
+BLOCKS_OF_SUM = 4  # blocks whose P V the WGMMAs sum up before it is added to O, with overlap
+
+LOADS_AT_ONCE = {2: 4, 3: 1}
+"""Warps that transpose V -> loads of each that are on their way at once. Two have 40 registers a
+thread. Three have 24, which leave the MMA warpgroups 240."""
 
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
@@ -52,25 +53,13 @@ def fragment_registers(tile_n: int, columns_v: int, one_level: bool) -> int:
     return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
 
+def transposers(tile_n: int, columns_v: int, one_level: bool) -> int:
+    """Warps that transpose blocks of V."""
+    return 3 if one_level and (tile_n + columns_v) // 2 > MOST_OF_ONE_LEVEL else 2
+
+
 class Fp8Attention(Attention):
     """The attention of a tile in e4m3, with one-level sums."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether P V runs under the softmax of the next block.
-        At head size 256 it does not: ptxas would let WGMMAs wait for each other, for lack of
-        registers."""
-        return self.rules.coords.width // 2 + cute.size(self.regs.acc_O) <= MOST_OF_ONE_LEVEL
-
-    def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool) -> tuple:
-        """Raise the softmax's references; return what O is to be multiplied by."""
-        return self.softmax.follow(scores, shifts)
-
-    def rescale(self, factors: tuple) -> None:
-        """O = O * factors."""
-        acc_O = as_rows_and_columns(self.regs.acc_O)
-        for r, factor in enumerate(factors):
-            acc_O[r, None].store(acc_O[r, None].load() * factor)
 
     def write_p(self, acc_P: cute.Tensor, drawn) -> None:
         """Make P the operand of P V, after the block before."""
@@ -91,15 +80,21 @@ class Fp8Attention(Attention):
 class TwoLevelAttention(Fp8Attention):
     """The same with sums in two levels."""
 
-    # What this thread's rows of O are multiplied by when P V is added; zero at first.
-    factors: cute.Tensor | None = None
+    # Sums of P V since they were added to O, and of how many blocks; None without overlap.
+    fresh: cute.Tensor | None = None
+    count: cute.Tensor | None = None
 
     @classmethod
     def of(cls, *fields) -> "TwoLevelAttention":
         """The attention of a tile at its beginning; arguments as in the base."""
-        factors = cute.make_rmem_tensor(2, Float32)
-        factors.fill(0.0)
-        return cls(*fields, factors)
+        attention = cls(*fields)
+        if not attention.overlaps:
+            return attention
+        fresh = cute.make_rmem_tensor(attention.regs.acc_O.layout, Float32)
+        count = cute.make_rmem_tensor(1, Int32)
+        fresh.fill(0.0)
+        count.fill(0)
+        return replace(attention, fresh=fresh, count=count)
 
     @property
     def overlaps(self) -> bool:
@@ -110,13 +105,21 @@ class TwoLevelAttention(Fp8Attention):
     def parts(self) -> int:
         return cute.size(self.regs.acc_O, mode=[2])
 
+    @property
+    def accs(self) -> tuple:
+        return (self.regs.acc_O, *[self.fresh] * self.overlaps)
+
     def issue_pv(self, v_state, part: int) -> cute.Tensor:
-        """Start P V of a part of V's columns, into a fresh accumulator."""
+        """Start P V of a part of V's columns, into registers of its own."""
         vt = self.regs.vt[None, None, None, v_state.index]
         size, _, steps = (cute.size(vt, mode=[i]) for i in range(3))
-        fresh = cute.make_rmem_tensor(self.part_of_O(part).layout, Float32)
+        fresh, again = self.fresh, False
+        if self.overlaps:
+            again = self.count[0] > 0
+        else:
+            fresh = cute.make_rmem_tensor(self.part_of_O(part).layout, Float32)
         vt = cute.local_tile(vt, (size, 1, steps), (0, part, 0))
-        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, accumulate=False)
+        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, again)
         return fresh
 
     def part_of_O(self, part: int) -> cute.Tensor:
@@ -126,17 +129,19 @@ class TwoLevelAttention(Fp8Attention):
         layout = cute.make_layout(self.mmas.pv.partition_shape_C((ROWS, columns)))
         return cute.make_tensor(acc_O.iterator + part * size, layout)
 
-    def add(self, fresh: cute.Tensor, part: int) -> None:
-        """O = O * factors + P V."""
-        acc_O, fresh = as_rows_and_columns(self.part_of_O(part)), as_rows_and_columns(fresh)
-        for r in range(cute.size(self.factors)):
-            row = acc_O[r, None]
-            row.store(row.load() * self.factors[r] + fresh[r, None].load())
-
-    def rescale(self, factors: tuple) -> None:
-        """Keep what O is multiplied by when the next P V is added."""
-        for r, factor in enumerate(factors):
-            self.factors[r] = factor
+    @cute.jit
+    def add(self, fresh: cute.Tensor, part: int, v_state=None):
+        """O += P V; in the block loop only once in `BLOCKS_OF_SUM` blocks."""
+        count, acc_O = self.count, self.part_of_O(part)
+        if cutlass.const_expr(v_state is None):
+            acc_O.store(acc_O.load() + fresh.load())
+        else:
+            count[0] += 1
+            if count[0] == BLOCKS_OF_SUM:
+                # V has landed; this wait is here for its branch, around the additions.
+                self.wait(self.pipeline_v, v_state)
+                count[0] = 0
+                acc_O.store(acc_O.load() + fresh.load())
 
 
 @dataclass(frozen=True)
@@ -174,12 +179,12 @@ class ValueTransposer(BlockRewriter):
         source = begin + (from_state.index * block + key * width)
         target = begin_t + (to_state.index * block + column * length)
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
-        for i in cutlass.range_constexpr(tile_n // CHUNK // self.warps):
-            piece = self.warp * (tile_n // CHUNK // self.warps) + i
+        at_once = LOADS_AT_ONCE[self.warps]
+        for piece in cutlass.range(self.warp, tile_n // CHUNK, self.warps, unroll=1):
             box, chunk = piece * CHUNK // length, piece * CHUNK % length // CHUNK
             to = target + box * (columns * length) + (chunk ^ swizzle_t) * CHUNK
-            for first in cutlass.range_constexpr(0, columns // 32, LOADS_AT_ONCE):
-                groups = range(first, min(first + LOADS_AT_ONCE, columns // 32))
+            for first in cutlass.range_constexpr(0, columns // 32, at_once):
+                groups = range(first, min(first + at_once, columns // 32))
                 # All loads come first: they take a while.
                 loads = []
                 for j in groups:

@@ -100,6 +100,20 @@ def words_of(fragment: cute.Tensor) -> cute.Tensor:
     return cute.recast_tensor(cute.flatten(fragment), Uint32)
 
 
+def float_bits(value: Float32) -> Int32:
+    """The bits of a float32."""
+    register = cute.make_rmem_tensor(1, Float32)
+    register[0] = value
+    return cute.recast_tensor(register, Int32)[0]
+
+
+def float_of(bits: Int32) -> Float32:
+    """The float32 of these bits."""
+    register = cute.make_rmem_tensor(1, Int32)
+    register[0] = bits
+    return cute.recast_tensor(register, Float32)[0]
+
+
 @cute.jit
 def write_fragment(fragment: cute.Tensor, tiled_mma: cute.TiledMma, thread, target: cute.Tensor):
     """Write a thread's part of a 16-bit accumulator to shared memory."""

@@ -10,13 +10,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from fa3.primitives.fragments import float_bits
+
 SLACK = 8.0  # powers of two by which scores may exceed the reference before sums and O are rescaled
 
 MARGIN = 24.0
 """Powers of two that a fixed reference lies above the scores it was taken from: this leaves row
 sums more room to grow than to shrink."""
 
-FP8_OFFSET = 8.0  # powers of two that the largest term of a row has if terms are rounded to e4m3
+FP8_OFFSET = 6.0
+"""Powers of two by which a reference lies below the scores that it was taken from, if terms are
+rounded to e4m3: small terms shall not vanish."""
+
+FP8_SLACK = 2.75  # `SLACK` in FP8, above these scores: the largest number in e4m3 is 2**8.8
 LOG2_E = math.log2(math.e)  # powers of two in a natural logit
 
 GUESSED = 8
@@ -50,15 +56,15 @@ class RowMax(Enum):
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
         It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
         tell whether the guess failed (`failed`). It needs a P with the range of fp32.
-    EXACT: the running maximum, always, less `FP8_OFFSET` powers of two. Terms reach 2**FP8_OFFSET,
-        which is little less than the largest number in e4m3, so small terms do not vanish.
+    LOW: as ONLINE, less `FP8_OFFSET` powers of two. Terms reach 2**(FP8_OFFSET + FP8_SLACK), which
+        is little less than the largest number in e4m3.
     ZERO: 0, for bounded scores. It cannot fail if the bound is at most `SLACK` powers of two;
         above, the row sum and O tell, as for FIXED.
     """
 
     ONLINE = "following"
     FIXED = "fixed"
-    EXACT = "exact"
+    LOW = "low"
     ZERO = "zero"
 
 
@@ -110,6 +116,7 @@ class OnlineSoftmax:
     row_sum: cute.Tensor
 
     reference: ClassVar[RowMax] = RowMax.ONLINE
+    slack: ClassVar[float] = SLACK
 
     @staticmethod
     def create(
@@ -120,7 +127,7 @@ class OnlineSoftmax:
 
     @property
     def online_max(self) -> bool:
-        return self.reference in (RowMax.ONLINE, RowMax.EXACT)
+        return self.reference in (RowMax.ONLINE, RowMax.LOW)
 
     @cute.jit
     def start(
@@ -170,7 +177,7 @@ class OnlineSoftmax:
         """How far a reference is above its scores, in raw scores."""
         if self.reference is RowMax.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
-        if self.reference is RowMax.EXACT:
+        if self.reference is RowMax.LOW:
             return -FP8_OFFSET * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
 
@@ -183,27 +190,38 @@ class OnlineSoftmax:
         return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
 
     @cute.jit
-    def follow(self, scores, acc, acc_ready: cutlass.Constexpr, shifts: tuple | None = None):
-        """Raise references that scores exceed too far; rescale sums and acc.
-        Calls `acc_ready()` before it reads or writes acc."""
-        num_rows = cute.size(scores, mode=[0])
-        maxima = self.maxima(scores, shifts)
-        outgrown = cutlass.Boolean(False)
-        for r in cutlass.range_constexpr(num_rows):
-            outgrown = outgrown or (maxima[r] - self.row_max[r]) * self.scale_log2 > SLACK
-        if cute.arch.vote_any_sync(outgrown):
-            acc_ready()
-            for r in cutlass.range_constexpr(num_rows):
-                row_max = quad_reduce(cute.arch.fmax(maxima[r], self.row_max[r]), cute.arch.fmax)
+    def follow(
+        self, scores, accs: cutlass.Constexpr, accs_ready: cutlass.Constexpr, shifts: tuple | None
+    ):
+        """Raise references that scores exceed too far; rescale sums and accs.
+        Calls `accs_ready()` before it reads or writes accs."""
+        # Not as fields: a branch cannot carry a subclass, which has constants of its own.
+        references, row_sum, scale_log2 = self.row_max, self.row_sum, self.scale_log2
+        if cute.arch.vote_any_sync(self.outgrown(scores, shifts)):
+            accs_ready()
+            maxima, slack, margin = self.maxima(scores, shifts), self.slack, self.margin
+            for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+                row_max = quad_reduce(cute.arch.fmax(maxima[r], references[r]), cute.arch.fmax)
                 # Decide for each row alone: other rows of the warp may see keys that it does not.
-                has_outgrown = (row_max - self.row_max[r]) * self.scale_log2 > SLACK
-                row_max = row_max if has_outgrown else self.row_max[r]
+                has_outgrown = (row_max - references[r]) * scale_log2 > slack
+                if cutlass.const_expr(self.reference is RowMax.LOW):
+                    row_max = row_max + margin
+                row_max = row_max if has_outgrown else references[r]
                 correction = cute.math.exp2(
-                    (self.row_max[r] - finite(row_max)) * self.scale_log2, fastmath=True
+                    (references[r] - finite(row_max)) * scale_log2, fastmath=True
                 )
-                self.row_max[r] = row_max
-                self.row_sum[r] = self.row_sum[r] * correction
-                acc[r, None].store(acc[r, None].load() * correction)
+                references[r] = row_max
+                row_sum[r] = row_sum[r] * correction
+                for acc in accs:
+                    acc[r, None].store(acc[r, None].load() * correction)
+
+    @cute.jit
+    def outgrown(self, scores: cute.Tensor, shifts: tuple | None) -> cutlass.Boolean:
+        """Whether a score of this thread exceeds its row's reference too far."""
+        maxima, outgrown = self.maxima(scores, shifts), cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            outgrown = outgrown or (maxima[r] - self.row_max[r]) * self.scale_log2 > self.slack
+        return outgrown
 
     @cute.jit
     def exponentiate(
@@ -312,26 +330,35 @@ class BoundedSoftmax(OnlineSoftmax):
     reference = RowMax.ZERO
 
 
-class ExactSoftmax(OnlineSoftmax):
-    reference = RowMax.EXACT
+class LowSoftmax(OnlineSoftmax):
+    reference, slack = RowMax.LOW, FP8_OFFSET + FP8_SLACK
 
     @cute.jit
-    def follow(self, scores: cute.Tensor, shifts: tuple | None = None) -> tuple:
-        """Raise the row maxima; return the factors of O."""
-        maxima, margin, factors = self.maxima(scores, shifts), self.margin, []
-        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            largest = quad_reduce(maxima[r], cute.arch.fmax) + margin
-            row_max = cute.arch.fmax(largest, self.row_max[r])
-            factor = cute.math.exp2(
-                (self.row_max[r] - finite(row_max)) * self.scale_log2, fastmath=True
-            )
-            self.row_max[r] = row_max
-            self.row_sum[r] = self.row_sum[r] * factor
-            factors.append(factor)
-        return tuple(factors)
+    def outgrown(self, scores: cute.Tensor, shifts: tuple | None) -> cutlass.Boolean:
+        """The same, or whether it nearly does.
+
+        The bits of positive numbers order as integers do, and one instruction takes the largest of
+        three integers. That finds scores above a limit, unless the limit is negative.
+        """
+        # A little less than the slack, so that rounding hides no row that `follow` would raise.
+        room = (self.slack - 2.0**-10) * cute.arch.rcp_approx(self.scale_log2)
+        rows, outgrown = range(cute.size(scores, mode=[0])), cutlass.Boolean(False)
+        limits = [self.row_max[r] + room - (shifts[r] if shifts else 0.0) for r in rows]
+        bits = [float_bits(limit) for limit in limits]
+        if cute.arch.vote_any_sync(cutlass.min(*bits) < 0):
+            outgrown = OnlineSoftmax.outgrown(self, scores, shifts)
+        else:
+            for r in cutlass.range_constexpr(len(bits)):
+                largest = [bits[r], bits[r]]
+                for i in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
+                    one, other = float_bits(scores[r, i]), float_bits(scores[r, i + 1])
+                    lane = i // 2 % 2
+                    largest[lane] = cutlass.max(cutlass.max(largest[lane], one), other)
+                outgrown = outgrown or cutlass.max(*largest) != bits[r]
+        return outgrown
 
 
 SOFTMAXES = {
-    kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax, ExactSoftmax)
+    kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax, LowSoftmax)
 }
 """Classes, not a field: the DSL would turn a constant field into a GPU value at a branch."""

@@ -18,13 +18,13 @@ ROWS_OF_WARP = ROWS // WARPS  # accumulator rows of a WGMMA that one warp holds
 
 
 @cute.jit
-def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Constexpr):
+def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate):
     """Start acc = a b^T (+ acc) as one commit group.
     The caller waits for it. Makes its own MMA atom: a field set on an atom from outside a dynamic
     loop would escape it."""
     mma = cute.make_tiled_mma(op)
     warpgroup.fence()
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        mma.set(warpgroup.Field.ACCUMULATE, True if k > 0 else accumulate)
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()

@@ -38,7 +38,7 @@ from fa3.planning.routes import Signature
 from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.fragments import Position
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.softmax import FP8_OFFSET, LOG2_E, SLACK
+from fa3.primitives.softmax import FP8_OFFSET, FP8_SLACK, LOG2_E, SLACK
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import walk
@@ -237,7 +237,7 @@ class Walker:
         # Blocks of an FP8 cache are multiplied in fp16.
         is_fp8_cache = self.descales is not None and not spec.is_fp8
         self.rounded_to = torch.float16 if is_fp8_cache else self.q.dtype
-        self.slack = 0.0 if spec.is_fp8 else SLACK
+        self.slack = FP8_SLACK if spec.is_fp8 else SLACK
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
     @torch.autocast("cpu", enabled=False)
