@@ -175,7 +175,7 @@ def check_words(names: Iterable[str]) -> None:
     roles = "forward|decode|combine|append|(tile|segment|shared-tile) table|backward( preprocess)?"
     known = rf"{roles}|bfloat16|float16|head_dim(_v)? \d+( and \d+)?"
     for name in names:
-        apart = re.sub(" (in pairs of|or online)", r", \1", name)
+        apart = name.replace(" in pairs of", ", in pairs of")
         for word in apart.replace("in pairs of rows", "of rows").split(", "):
             normal = re.sub(r"\d+", "0", word.lower())
             assert normal in words or re.fullmatch(known, word), (word, name)
