@@ -6,14 +6,14 @@ import numpy as np
 
 
 def shown(value: object) -> str:
-    """What came, in a word or two; of a tensor only the type."""
+    """What came, in a word or two; a tensor's type only."""
     if value is None or isinstance(value, str | numbers.Number | np.generic):
         return f"{value!r:.200}"
     return kind_of(value)
 
 
 def kind_of(value: object) -> str:
-    """The type of what came; users often pass a class for an object."""
+    """The type of what came; users often pass classes for objects."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""What is asked: the compile key (`AttentionSpec`) and a spec with run-time sizes (`Problem`)."""
+"""What is asked: the compile key (`AttentionSpec`), and with run-time sizes `Problem`."""
 
 import importlib
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ FP8_BYTES = 1  # bytes of an element in FP8
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Everything that changes generated code except tiling. The spec is the compile key.
+    """All that changes generated code except tiling: the compile key.
 
     Attributes:
         dtype: element type of q, k and v: one of `ELEMENTS`, which out has too, or `FP8`.
@@ -106,7 +106,7 @@ class AttentionSpec:
 
     @property
     def modifier_types(self) -> tuple[tuple[str, int], ...]:
-        """(dtype, rank) of the tensors that scores, mask and sinks take, in this order."""
+        """(dtype, rank) of the tensors of scores, mask and sinks, in this order."""
         templates = (*self.scores, *self.mask.templates)
         sinks = ((self.sinks, 1),) if self.sinks else ()
         return (*((f.dtype, f.rank) for template in templates for f in template.tensors), *sinks)

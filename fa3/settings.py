@@ -1,4 +1,4 @@
-"""What the environment says of how fa3 runs: variables whose names begin with FA3_.
+"""How fa3 runs by the environment: variables whose names begin with FA3_.
 
 They are read when fa3 is imported, and checked when it is first called: an import that fails says
 less. `FA3_CACHE_DIR` is a path and read where it is used (`fa3.running.code_cache`).

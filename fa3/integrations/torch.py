@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def activate(key: str = "CUDA") -> "Activation":
-    """Put fa3's kernels in place; torch calls this and keeps what it returns."""
+    """Put fa3's kernels in place; torch calls this and keeps the result."""
     # Some versions of torch have fewer of these operators.
     names = [name for name in KERNELS if hasattr(torch.ops.aten, name)]
     stock = {name: stock_kernel(f"aten::{name}", key) for name in names}
@@ -86,7 +86,7 @@ def order_of_backends() -> list[int]:
 
 
 def stock_kernel(name: str, key: str) -> Callable:
-    """Return the present kernel of an operator at a dispatch key, or raise."""
+    """Return an operator's present kernel at a dispatch key, or raise."""
     try:
         return torch.library.get_kernel(name, key).call_boxed
     except RuntimeError as error:
@@ -265,13 +265,13 @@ def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
 
 
 def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient in the strides that torch gives it in graphs, as `torch.empty_like` does."""
+    """A gradient in strides of `torch.empty_like`, as torch has in graphs."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)
 
 
 def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return rng_state, unused and debug_attn_mask, which torch keeps, from the seed or None."""
+    """Return what torch keeps of dropout: rng_state, unused and debug_attn_mask."""
     unused = query.new_empty((), dtype=torch.uint64)
     # What was not drawn is not read: like torch's own, it is not filled, which takes a launch.
     words = query.new_empty(2, dtype=torch.uint64) if state is None else state.repeat(2)
@@ -292,7 +292,7 @@ KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
 
 
 def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
-    """Raise `Refused` unless fa3 computes what this asks for, on tensors as they lie."""
+    """Raise `Refused` unless fa3 computes this call on tensors as they lie."""
     is_drawn = not call.return_debug_mask and 0.0 <= call.dropout_p < 1.0
     is_plain = call.alibi_slopes is call.block_table is None and (call.num_splits or 0) <= 1
     has_scale = call.scale is None or LEAST_FLOAT <= call.scale <= MOST_FLOAT

@@ -162,7 +162,7 @@ def ends_of_packed(mask: torch.Tensor, window: int | None) -> torch.Tensor | Non
 def padding_on_the_left(
     attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int, q_length: int
 ) -> torch.Tensor | None:
-    """The first key of each sequence, (batch,); empty if all begin at 0.
+    """Each sequence's first key, (batch,); empty if all begin at 0.
     The keys are int32. None if keys are hidden elsewhere too, or a graph is being traced.
 
     Without a cache padding on the right counts as visible: only padding sees it.
@@ -273,7 +273,7 @@ def attend_to_packed(
     lengths: tuple,  # where they end in q and in k, and the lengths of the longest ones
     **options,
 ) -> torch.Tensor:
-    """Attend inside of sequences that are packed into one row of the batch."""
+    """Attend inside of sequences packed into one row of the batch."""
     if q.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {q.shape[0]}")
     ends_q, ends_k, *longest = lengths

@@ -178,7 +178,7 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from each request's queries to all of its tokens in the cache.
+        """Attend from each request's queries to all its tokens in the cache.
 
         Args:
             query, output: (tokens, heads, head_size), with padding after the actual tokens; the

@@ -332,7 +332,7 @@ class BackwardRoles:
 
     @cute.jit
     def load_line(self, tile: KeyTile, tiles, head, walk, q_state, do_state):
-        """Load Q and dO along a line, at each place of another head."""
+        """Load Q and dO along a line: every place has another head."""
         for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
             m_block, here = walk.place(i, head)
             load_q, load_do = self.query_loaders(tile, tiles, here)
@@ -374,7 +374,7 @@ class BackwardRoles:
 
     @cute.jit
     def reduce_dq(self):
-        """Add pieces of dQ to the accumulator, and signal key tiles that are done."""
+        """Add pieces of dQ to the accumulator; signal finished key tiles."""
         config, schedule, tensors = self.config, self.schedule, self.tensors
         user = pipeline.PipelineUserType
         state = pipeline.make_pipeline_state(user.Consumer, self.kernel.pieces.in_flight)

@@ -488,7 +488,7 @@ class Forward(AttentionKernel):
         out.wait()
 
     def convert_q(self, smem: ForwardBuffers, q_state, group, thread, barrier):
-        """Convert this warpgroup's rows of Q to fp16; return what scores are multiplied by.
+        """Convert this warpgroup's rows of Q to fp16; return the scores' factor.
         Past the sequence's last row TMA has loaded zeros."""
         smem.pipe_q.consumer_wait(q_state)
         rows = smem.q[None, None, q_state.index * self.config.consumers + group]
@@ -499,7 +499,7 @@ class Forward(AttentionKernel):
         return unscale
 
     def scales(self, operands: ForwardOperands, tile: Tile) -> tuple:
-        """The scale of a tile's scores, and of its values; None for 1."""
+        """The scale of a tile's scores, and its values', None for 1."""
         softmax_scale = operands.softmax_scale
         if operands.descales is None:
             return softmax_scale, None

@@ -57,7 +57,7 @@ class SixteenBits:
         raise NotImplementedError
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
-        """What makes a tile's attention, the WGMMAs, and when this warpgroup may issue them."""
+        """What makes a tile's attention, the WGMMAs, and this warpgroup's turns."""
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
         return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_v), turns
 
@@ -87,7 +87,7 @@ class Fp8Products(SixteenBits):
         return ValueTransposer(v, warp, lane, self.rewriters)
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
-        """As in 16 bits, but warpgroups take no turns, which cost up to 6%."""
+        """As in 16 bits, but without turns, which cost up to 6%."""
         tile_n, columns = self.config.tile_n, self.columns_v
         if self.config.one_level:
             return Fp8Attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
@@ -100,7 +100,7 @@ class Fp8Products(SixteenBits):
 
 
 class Fp8Keys(SixteenBits):
-    """q in 16 bits on an FP8 cache: K, V and q become fp16.
+    """16-bit q on an FP8 cache: K, V and q become fp16.
     To bf16 K and V would take four times as many instructions: 15% of a call's time."""
 
     converts_q = True

@@ -47,7 +47,7 @@ HASH = 0x9E3779B1
 
 
 def mixed_columns(columns: int) -> int:
-    """Columns that a rotation mixes: the largest power of two that divides them."""
+    """Columns that a rotation mixes: the largest power of two dividing them."""
     return columns & -columns
 
 
@@ -210,7 +210,7 @@ class Quantize(KernelBase):
 
 @dataclass(frozen=True)
 class UnitVectors:
-    """Which vectors of a unit a thread has: the same columns of some rows.
+    """A thread's vectors of a unit: the same columns of some rows.
     Past the last row it has that row again, which changes nothing."""
 
     columns: int
@@ -244,7 +244,7 @@ class UnitVectors:
 
     @cute.jit
     def load(self, rows: cute.Tensor, block, blocks, raw: cute.Tensor):
-        """Load this thread's vectors in a block of rows, if there is the block."""
+        """Load this thread's vectors of a block of rows, if it exists."""
         if block < blocks:
             for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
                 cute.autovec_copy(self.vector_in(rows, block, i), raw[None, i])

@@ -243,7 +243,7 @@ class TileTable(KernelBase):
 
     @cute.jit
     def read_few(self, call: TileTableArguments, lane: Int32) -> tuple:
-        """Return this lane's sequence, its first record, and tiles up to this lane.
+        """Return this lane's sequence, its first record, and tiles up to here.
         All sequences fit in a warp."""
         self.await_lengths(call, lane)
         lane_sequence = self.read(call, lane)
@@ -266,7 +266,7 @@ class TileTable(KernelBase):
         write_record(call.table, Int32(-TABLE_HEADER // RECORD), tuple(words), is_one)
 
     def used(self, call: TileTableArguments, num_tiles: Int32) -> Int32:
-        """Records that the table gets, negative if 32 bits cannot count the tiles.
+        """Records of the table; 0 if 32 bits cannot count the tiles.
         Then lengths are wrong."""
         return cutlass.max(cutlass.min(num_tiles, call.capacity), 0)
 
@@ -490,7 +490,7 @@ def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
 def place_of_tile(
     count: Int32, owner: Int32, before: Int32, parts: Int32, num_lanes: Int32
 ) -> Int32:
-    """The place of a tile of lane `owner`, among the parts of all lanes.
+    """The place of lane `owner`'s tile among the parts of all lanes.
     The lanes have `count` parts each. `before` parts of the lane follow it. Tiles that most follow
     come first."""
     place = Int32(0)

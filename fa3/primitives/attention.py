@@ -230,7 +230,7 @@ class Attention:
 
     @cute.jit
     def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T and O += P V[n_block + 1]; softmax of S.
+        """`S = Q K[n_block]^T` and `O += P V[n_block + 1]`; softmax of S.
         Without overlap P V[n_block] follows instead."""
         self.wait(self.pipeline_k, k_state)
         self.turns.wait()
@@ -313,7 +313,7 @@ class Attention:
 
     @property
     def has_exact_terms(self) -> bool:
-        """Whether P of a row's only visible key is a power of two.
+        """Whether P is a power of two where one key is visible.
         It is if the row's reference was taken from that key's score."""
         rules, reference = self.rules, self.softmax.reference
         if reference in (RowMax.ONLINE, RowMax.LOW):
@@ -322,7 +322,7 @@ class Attention:
 
     @cute.jit
     def divisor(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
-        """The row sum; in 16 bits if the mask leaves row r one key.
+        """The row sum; in 16 bits if row r sees one key.
         So the output of such a row is V, with the same bits."""
         rules = self.rules
         begin, end = rules.mask.range_at(r, rules.coords, rules.sequence)
@@ -370,7 +370,7 @@ class BlockStream:
 
     @cute.jit
     def first(self, n_block, k_state):
-        """Load the first K if K is ahead; return place and K's state."""
+        """Load the first K if ahead; return place and K's state."""
         place = self.find(n_block)
         if cutlass.const_expr(self.is_ahead):
             k_state = self.load_k(place, k_state)

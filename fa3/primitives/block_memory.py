@@ -1,4 +1,4 @@
-"""Blocks of K or V in shared memory, as loaded and for WGMMAs."""
+"""K or V blocks in shared memory, as loaded and for WGMMAs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class BlockMemory:
         return cls.of(tile_n, columns, CONVERTED, stages).rewritten(loaded, warps)
 
     def rewritten(self, loaded: "BlockMemory", warps: int) -> "BlockMemory":
-        """These blocks, made by a few warps of other ones, which are loaded."""
+        """These blocks, made by a few warps from loaded ones."""
         layout, kind = loaded.layout, loaded.dtype
         return replace(self, loaded_layout=layout, loaded_type=kind, rewriters=warps)
 
@@ -106,5 +106,5 @@ class BlockMemory:
 
 
 def smem_field(dtype: type, elements: int):
-    """A field of shared memory for so many elements, as swizzles need it."""
+    """A shared memory field for so many elements, aligned as swizzles need."""
     return cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]

@@ -236,7 +236,7 @@ class DqSemaphore:
 
 @dataclass(frozen=True)
 class LineSemaphore:
-    """The turns of a part of a `KeyLine`, which differ from unit to unit.
+    """A part's turns on a `KeyLine`, which differ from unit to unit.
     With two accumulators, every other part that comes to a unit adds to the same one."""
 
     dq: DqAccumulator

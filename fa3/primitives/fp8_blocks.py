@@ -45,7 +45,7 @@ class BlockRewriter:
 
     @property
     def states(self) -> tuple:
-        """The first states of where blocks come from, and of where they go."""
+        """The first pipeline states: of blocks loaded, and of blocks written."""
         user = pipeline.PipelineUserType
         return tuple(
             pipeline.make_pipeline_state(kind, cute.size(buffer, mode=[2]))
@@ -70,7 +70,7 @@ class BlockRewriter:
         return from_state, to_state
 
     def copy(self, from_state, to_state):
-        """Rewrite this warp's part of a block; acquire the stage where it is written."""
+        """Rewrite this warp's part of a block, into a stage it acquires."""
         raise NotImplementedError
 
 
@@ -125,7 +125,7 @@ class BlockConverter(BlockRewriter):
 
 @dataclass(frozen=True)
 class CacheConverter:
-    """Converts blocks of K and V, with a few warps, in the consumers' order."""
+    """Converts blocks of K and V, in the order of the consumers."""
 
     k: BlockConverter
     v: BlockConverter
@@ -142,7 +142,7 @@ class CacheConverter:
 
     @cute.jit
     def run(self, count, states: tuple) -> tuple:
-        """Convert so many blocks, K one block ahead of V; return the next states."""
+        """Convert `count` blocks, K one ahead of V; return the next states."""
         k_states, v_states = states
         k_states = self.k.rewrite(*k_states)
         for _ in cutlass.range(count - 1, unroll=1):

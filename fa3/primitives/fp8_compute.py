@@ -48,7 +48,7 @@ def pv_overlaps(tile_n: int, columns_v: int) -> bool:
 
 
 def fragment_registers(tile_n: int, columns_v: int, one_level: bool) -> int:
-    """Registers of a thread for S, P, O and an overlapping P V."""
+    """A thread's registers for S, P, O and an overlapping P V."""
     is_apart = not one_level and pv_overlaps(tile_n, columns_v)
     return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
@@ -86,7 +86,7 @@ class TwoLevelAttention(Fp8Attention):
 
     @classmethod
     def of(cls, *fields) -> "TwoLevelAttention":
-        """The attention of a tile at its beginning; arguments as in the base."""
+        """A tile's attention at its beginning; arguments as in the base."""
         attention = cls(*fields)
         if not attention.overlaps:
             return attention
@@ -110,7 +110,7 @@ class TwoLevelAttention(Fp8Attention):
         return (self.regs.acc_O, *[self.fresh] * self.overlaps)
 
     def issue_pv(self, v_state, part: int) -> cute.Tensor:
-        """Start P V of a part of V's columns, into registers of its own."""
+        """Start P V of part of V's columns, in its own registers."""
         vt = self.regs.vt[None, None, None, v_state.index]
         size, _, steps = (cute.size(vt, mode=[i]) for i in range(3))
         fresh, again = self.fresh, False
@@ -131,7 +131,7 @@ class TwoLevelAttention(Fp8Attention):
 
     @cute.jit
     def add(self, fresh: cute.Tensor, part: int, v_state=None):
-        """O += P V; in the block loop only once in `BLOCKS_OF_SUM` blocks."""
+        """O += P V; in the block loop once every `BLOCKS_OF_SUM` blocks."""
         count, acc_O = self.count, self.part_of_O(part)
         if cutlass.const_expr(v_state is None):
             acc_O.store(acc_O.load() + fresh.load())
@@ -202,7 +202,7 @@ class ValueTransposer(BlockRewriter):
 
 
 def load_transposed(address) -> list[Uint32]:
-    """Load four matrices of 8 rows and 16 bytes, transposed in pairs of bytes."""
+    """Load four matrices of 8 rows and 16 bytes, byte pairs transposed."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,

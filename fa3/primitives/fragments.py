@@ -28,7 +28,7 @@ def as_rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
 
 
 def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
-    """View a 16-bit accumulator ((2, 2, N/8), m, n) as the A operand ((2, 2, 2), m, (N/16, n))."""
+    """View 16-bit accumulator `((2, 2, N/8), m, n)` as A operand `((2, 2, 2), m, (N/16, n))`."""
     layout = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
     (two, rows, (pair, chunks)), m, n = layout.shape
     (s_two, s_rows, (s_pair, s_chunks)), s_m, s_n = layout.stride
@@ -42,7 +42,7 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 
 def words_as_operand_a(words: cute.Tensor) -> cute.Tensor:
-    """View words of e4m3, four values each, as the A operand ((4, 2, 2), 1, N/32)."""
+    """View words of e4m3, four values each, as the A operand `((4, 2, 2), 1, N/32)`."""
     values = cute.recast_ptr(words.iterator, dtype=Float8E4M3FN)
     return cute.make_tensor(values, cute.make_layout(((4, 2, 2), 1, cute.size(words) // 4)))
 
@@ -124,7 +124,7 @@ def write_fragment(fragment: cute.Tensor, tiled_mma: cute.TiledMma, thread, targ
 
 @cute.jit
 def read_fragment(source: cute.Tensor, tiled_mma: cute.TiledMma, thread, fragment: cute.Tensor):
-    """Read a thread's part of a 16-bit A operand from shared memory, (rows, columns)."""
+    """Read a thread's 16-bit A operand from shared memory, (rows, columns)."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), source.element_type)
     copy = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread)
     cute.copy(atom, copy.partition_S(source), copy.retile(fragment))

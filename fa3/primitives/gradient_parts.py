@@ -1,4 +1,4 @@
-"""Key tiles that several CTAs share in the backward kernel, and their sums.
+"""Key tiles that CTAs share in the backward kernel, and their sums.
 
 With few key/value heads there are fewer key tiles than SMs. Then several CTAs take the same key
 tile, each with a stretch of the query blocks of its query heads (`KeySplit`).
@@ -97,8 +97,8 @@ def parts_of_last(block_parts, rise, count) -> Int32:
 
 @cute.jit
 def find_part(block_parts, rise, left) -> tuple[Int32, Int32, Int32]:
-    """The key tile of the part that `left` parts of its sequence follow.
-    Returns how many tiles follow that tile, how many parts these have, and its own."""
+    """Find the key tile of the part that `left` parts follow.
+    Returns how many tiles of the sequence follow that tile, and parts: theirs, and its own."""
     after, before = 0 * left, 0 * left
     parts = parts_of_tile(block_parts, rise, after)
     while parts < block_parts and before + parts <= left:
@@ -111,7 +111,7 @@ def find_part(block_parts, rise, left) -> tuple[Int32, Int32, Int32]:
 
 
 def blocks_of_head(work: KeyWork, h, blocks, first, count):
-    """A part's query blocks of its head `h`, `fa3.scores.masks.Blocks`; there may be none.
+    """A part's query blocks of its head `h`, `fa3.scores.masks.Blocks`, perhaps none.
     What parts divide are the `count` blocks from `first` on."""
     ends = (smaller(larger(end - h * HEAD, 0), HEAD) for end in (work.begin, work.end))
     # So that 32 bits hold the products, however many blocks there are.
@@ -198,7 +198,7 @@ class GradientParts:
 
     @cute.jit
     def move(self, accs: tuple, lane, slot, is_store: cutlass.Constexpr):
-        """Store the accumulators to a slot, or add what is in the slot."""
+        """Store the accumulators to a slot, or add the slot to them."""
         quads = [quad for acc in accs for quad in quads_of(acc)]
         run = (Int64(slot) * self.warps + self.warp) * (len(quads) * WARP * QUAD)
         first = self.tensors.buffer.iterator + run

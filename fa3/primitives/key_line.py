@@ -1,4 +1,4 @@
-"""Lines: parts of key tiles that add to dQ in a fixed order.
+"""Lines: key tile parts that add to dQ in a fixed order.
 
 In a fixed order, key tiles that begin at the same query block line up there. With few key/value
 heads all of them begin at once, and a line of 32 takes long. On a `KeyLine` each part begins at a
@@ -30,7 +30,7 @@ TILES_OF_LINE = 2 * WARP
 
 
 class KeyLine(NamedTuple):
-    """Parts of key tiles that reach each query block in a fixed order.
+    """Key tile parts that reach each query block in a fixed order.
 
     A set of query heads has a line of units: the last query block of all these heads, then the
     block before it, and so on. A key tile visits the units from 0 on, as many as see it. Its parts
@@ -52,7 +52,7 @@ class KeyLine(NamedTuple):
         return cls(length, length.value * FRACTION // num_tiles, num_tiles, *more)
 
     def first_cut(self, n_block):
-        """Where a key tile's second part would begin: the later its keys, the sooner."""
+        """Where a key tile's second part would begin, sooner for later keys."""
         return self.length.value - n_block * self.distance // FRACTION
 
     def cut(self, n_block, row):
@@ -89,7 +89,7 @@ class KeyLine(NamedTuple):
         return cute.arch.make_warp_uniform(n_block), cute.arch.make_warp_uniform(row)
 
     def before(self, units_of: Callable, n_block, begin) -> tuple:
-        """Where a lane's key tiles come before a part that begins at `begin`.
+        """Where a lane's key tiles come before a part beginning at `begin`.
         Returns for each the first such unit, and where such units end."""
         return tuple(self.tile_before(n, units_of(n), n_block, begin) for n in tiles_of_lane())
 

@@ -138,12 +138,12 @@ class QueryWalk(NamedTuple):
         return i if self.step is None else self.first + self.step * i
 
     def place(self, i, head) -> tuple:
-        """The query block and the head at place i; `head` is the first one."""
+        """The query block and head at place i; `head` is the first."""
         return self.at(i), head
 
 
 class LineWalk(NamedTuple):
-    """Query blocks of all heads of a line, from the last block downwards."""
+    """A line's query blocks of all heads, from the last block downwards."""
 
     blocks: Any  # places of the walk, [begin, end), and of them the ones with unmasked blocks
     last: Int32  # the last query block
@@ -153,7 +153,7 @@ class LineWalk(NamedTuple):
 
     @classmethod
     def of(cls, blocks, heads, begin, end) -> "LineWalk":
-        """The walk of places [begin, end); all `Blocks` end with the last one."""
+        """The walk of places [begin, end); all `Blocks` end with the last."""
         count, full = ((blocks.end - n) * heads.value for n in (blocks.begin, blocks.full_begin))
         places = blocks._replace(begin=0, full_begin=0, full_end=full, end=count)
         return cls(places.walked(begin, end), blocks.end - 1, heads)
@@ -163,5 +163,5 @@ class LineWalk(NamedTuple):
         return self.last - self.heads.quotient(i)
 
     def place(self, i, head) -> tuple:
-        """The query block and the head at place i; `head` is the first one."""
+        """The query block and head at place i; `head` is the first."""
         return self.at(i), head + i - self.heads.quotient(i) * self.heads.value

@@ -17,7 +17,7 @@ class HostAppend:
 
     @torch.autocast("cpu", enabled=False)
     def __call__(self, *arguments) -> None:
-        """Take `AppendArguments`: write k and v to the cache, the new lengths, rotated queries."""
+        """Take `AppendArguments`: write k and v to caches, new lengths, rotated queries."""
         call, rotary = AppendArguments(*arguments), self.kernel.rotary
         (places, page_size), table = call.k_cache.shape[:2], call.page_table
         capacity = capacity_of(page_size, 1 if table is None else table.shape[1])

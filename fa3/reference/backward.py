@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call; None for what is not wanted or not there."""
+    """The gradients of a call; None for what is unwanted or missing."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -140,7 +140,7 @@ def execute_backward(
 def query_blocks(
     walk: Walker, place: SequenceRows, head_kv: int, keys: range
 ) -> Iterator[tuple[BlockRows, bool]]:
-    """Yield the query blocks that may see keys, and whether some pairs are hidden."""
+    """Yield query blocks that may see keys, and whether pairs are hidden."""
     sequence, group = place.sequence(walk.window), walk.q.shape[2] // walk.k.shape[2]
     for head in range(head_kv * group, (head_kv + 1) * group):
         blocks = walk.mask.at(place.batch, head).query_blocks(

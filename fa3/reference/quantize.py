@@ -1,4 +1,4 @@
-"""The quantize kernel in torch: q, k or v in FP8 with scales."""
+"""The quantize kernel in torch: FP8 q, k or v with scales."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The walker: attention and its gradients on the CPU, segment by segment in torch.
+"""The walker: attention and gradients in torch on CPUs, segment by segment.
 
 `steps` turns the segments of a plan into steps: rows that attend to key blocks. Tiles, their order
 and key blocks are as on a GPU. What differs from `fa3.kernels` is what happens at once: there, the
@@ -51,7 +51,7 @@ from fa3.scores.scores import Score, bind
 
 @contextmanager
 def naming_argument(argument: str, function: object, method: str) -> Iterator[None]:
-    """Raise ValueError that names the argument and the method, if the method fails inside.
+    """Name argument and method in a ValueError if the method fails inside.
     NotImplementedError is passed on: the class does not define the method."""
     try:
         yield
@@ -107,7 +107,7 @@ CPU = torch.device("cpu")  # where new tensors are, whatever default the caller 
 
 
 class HostTensor:
-    """A tensor with Python numbers as elements, as a mask's ranges read them."""
+    """A tensor of Python numbers, as a mask's ranges read it."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
@@ -183,7 +183,7 @@ class PackedLengths(NamedTuple):
 
 
 def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
-    """Return the rows of each sequence that count, from cumulated lengths; all if None."""
+    """Return each sequence's rows that count; all if `used` is None."""
     rows = list(itertools.starmap(range, itertools.pairwise(ends)))
     if used is None:
         return rows
@@ -263,7 +263,7 @@ class Walker:
             del parts[step.segment.tile, step.rank]
 
     def rows(self, place: SequenceRows, numbers: range, head: int, heads: int = 1) -> BlockRows:
-        """The rows of a sequence with these numbers; the arguments are as in `Step`."""
+        """A sequence's rows with these numbers; the arguments are as in `Step`."""
         number = torch.arange(numbers.start, numbers.stop, device=CPU)
         query, turn = number // heads, number % heads
         seen = self.mask.key_range(query.numpy(), place.sequence(self.window))
@@ -423,7 +423,7 @@ def steps(
 
 
 def execute(plan: Plan, values: Mapping[str, Any]) -> None:
-    """Run a plan on the CPU tensors of its problem, which `Walker` names.
+    """Run a plan on its problem's CPU tensors, which `Walker` names.
     A row that sees no key gets 0 with log-sum-exp -inf, or with its sink."""
     call = Walker(plan.problem.spec, plan.problem.window, values)
     call.run(steps(plan, call.tensors))
@@ -458,7 +458,7 @@ def execute_packed(signature: Signature, values: Mapping[str, Any], short_querie
 
 
 def execute_decode(plan: DecodePlan, values: Mapping[str, Any], max_seqlen_k: int) -> None:
-    """Run a plan on CPU tensors; no sequence has more than `max_seqlen_k` keys.
+    """Run a plan on CPU tensors; sequences have `max_seqlen_k` keys at most.
     `values` are as `Walker` names them, the `PackedLengths` and `CacheTables`, and seqlen_new, keys
     that each sequence has in addition to seqused_k. Of packed sequences those are left out that
     have more queries than the plan has room for. Without cu_seqlens_k, k and v are a cache, which

@@ -60,7 +60,7 @@ def is_unchanged() -> bool:
 
 
 def cache_dir() -> Path:
-    """Return the folder of compiled kernels: $FA3_CACHE_DIR, else `fa3` in the user's cache.
+    """Return the kernels' folder: $FA3_CACHE_DIR, else `fa3` in the user's cache.
     Raises RuntimeError if neither the environment nor a home folder says where."""
     if path := os.environ.get("FA3_CACHE_DIR"):
         return Path(path).expanduser().absolute()
@@ -68,7 +68,7 @@ def cache_dir() -> Path:
 
 
 def load_or_make(key: str, make: Callable[[], bytes]) -> bytes:
-    """Return the object of a key: read from disk, else made and written there.
+    """Return a key's object: read from disk, else made and written there.
 
     The key has all that determines the object, besides fa3's sources. One process makes it, and
     others that want it wait. This needs file locks; without them, as on some network file systems,
@@ -97,7 +97,7 @@ def path_of(key: str) -> Path:
 
 
 def has_object(key: str) -> bool:
-    """Whether the object of a key is on disk, whole and to be trusted."""
+    """Whether a key's object is on disk, whole and to be trusted."""
     try:
         return read(path_of(key)) is not None
     except RuntimeError:
@@ -134,7 +134,7 @@ def write_object(path: Path, code: bytes) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that `read` reads, atomically; raise OSError if that is not possible."""
+    """Write a file for `read`, atomically; raise OSError if not possible."""
     unfinished = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
     try:
         check_trust(path.parent, path.parent.stat())
@@ -152,7 +152,7 @@ def with_digest(path: Path, code: bytes) -> bytes:
 
 
 def check_trust(path: Path, status: os.stat_result) -> None:
-    """Raise PermissionError unless only the user and root can have written a file."""
+    """Raise PermissionError unless only user and root can have written a file."""
     if status.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to uid {status.st_uid}, neither to you (uid {os.geteuid()})"
         raise PermissionError(errno.EPERM, f"{reason} nor to root")
@@ -172,7 +172,7 @@ def check_can_keep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def object_lock(path: Path) -> Iterator[None]:
-    """Keep other processes from making this object. A process that dies frees its lock."""
+    """Keep others from making this object. A dying process frees its lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             check_can_keep(path.parent)

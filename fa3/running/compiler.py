@@ -1,4 +1,4 @@
-"""Compiles and loads kernels, for `fa3.calls` and `fa3.tools`: the only call of cute.compile.
+"""Compiles and loads kernels for `fa3.calls` and `fa3.tools`: cute.compile's only caller.
 
 A kernel is an immutable object whose fields determine its code. It is compiled with tensors of
 unknown sizes and strides, once in a process and, through `code_cache`, once on a machine.
@@ -55,7 +55,7 @@ class Kernel(Protocol):
     def is_storable(self) -> bool: ...
 
     def arguments(self) -> list:
-        """Symbolic arguments: the types of a call without sizes; equal sizes share a symbol."""
+        """Symbolic arguments: types of a call without sizes; equal sizes share symbols."""
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """The host function: a `cute.jit` method that launches the kernel."""
@@ -65,7 +65,7 @@ LOADED: dict[Kernel, Callable] = {}  # the callables of all kernels that this pr
 
 
 def compiled(kernel: Kernel, options: str) -> Any:
-    """Compile a kernel; raise ValueError if a user's score or mask does not compile."""
+    """Compile a kernel; raise ValueError if a user's score or mask fails."""
     try:
         with COMPILING:
             return cute.compile(kernel, *kernel.arguments(), options=options)
@@ -78,7 +78,7 @@ def compiled(kernel: Kernel, options: str) -> Any:
 
 
 def load_kernel(kernel: Kernel) -> Callable:
-    """Return the kernel's callable: from memory, else from disk, else compiled and kept."""
+    """Return a kernel's callable: from memory, from disk, or compiled and kept."""
     try:
         return LOADED[kernel]
     except KeyError:

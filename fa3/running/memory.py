@@ -88,7 +88,7 @@ def current_device() -> int:
 
 
 def current_stream(device_index: int) -> int:
-    """The handle of torch's current stream on a GPU; `torch.cuda.current_stream` takes 1 us."""
+    """The handle of torch's current stream; `torch.cuda.current_stream` takes 1 us."""
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
@@ -151,7 +151,7 @@ def free_ended_graphs() -> None:
 
 
 def driver_values(result: tuple):
-    """Return the values of a driver call without its status; RuntimeError if it failed."""
+    """Return a driver call's values without its status; RuntimeError if it failed."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"CUDA does not tell how a graph is captured: {error.name}")
@@ -193,7 +193,7 @@ class Table:
             return cls(make_in_thread(lambda: torch.tensor(table, device=device), device))
 
     def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
-        """The table, for a launch on torch's current stream; `stream` is the stream's handle."""
+        """The table for a launch on torch's current stream, of handle `stream`."""
         if capture is not None:
             capture.keep(self.numbers)
         elif stream not in self.streams:
@@ -215,8 +215,8 @@ MOST_STREAMS = 256  # most streams whose counters are kept
 
 @dataclass(slots=True)
 class Reserve:
-    """Zeroed counters of one device for captures. They are allocated before: memory allocated
-    during a capture belongs to torch, which takes it back when the capture ends."""
+    """Zeroed counters of one device for captures, allocated before.
+    Memory allocated during a capture belongs to torch, which takes it back when that ends."""
 
     free: torch.Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -256,7 +256,7 @@ class StreamCounters:
     free_parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, count: int) -> torch.Tensor:
-        """At least `count` counters (int32), all zero; in a capture, whenever the graph runs."""
+        """At least `count` counters (int32), zero; in captures, whenever the graph runs."""
         if self.reserve.is_low and self.capture is None:
             self.reserve.fill(self.device)
         try:

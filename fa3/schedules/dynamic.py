@@ -19,7 +19,7 @@ SLOTS = 2  # slots of the mailbox: the producer may fetch this many tiles ahead 
 
 
 class DynamicCursor(NamedTuple):
-    """The CTA's present tile, `index`, and the number of tiles that it had before."""
+    """The CTA's present tile, `index`, and how many it had before."""
 
     index: int
     count: int
@@ -92,7 +92,7 @@ class Dynamic(Schedule):
         return DynamicCursor(self.following(cursor.count), cursor.count + 1)
 
     def following(self, count: Int32) -> Int32:
-        """The next tile's number: taken by the producer warp, which all consumers hear of."""
+        """The next tile's number; the producer warp takes it and tells consumers."""
         if not self.is_producer:
             (index,) = self.recv(count)
             return index
@@ -152,7 +152,7 @@ class Dynamic(Schedule):
 
     @cute.jit
     def finish(self):
-        """Count this CTA as finished; the last CTA resets both counters to 0."""
+        """Count this CTA as finished; the last CTA zeroes both counters."""
         if cute.arch.lane_idx() == 0:
             done = self.counters.iterator + 1
             before = cute.arch.atomic_add(done, Int32(1), sem=self.order_of_finish, scope="gpu")

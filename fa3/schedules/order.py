@@ -1,4 +1,4 @@
-"""Tiles and segments, the order that numbers tiles (`TileOrder`), and the interface of schedules.
+"""Tiles, segments, the order that numbers tiles (`TileOrder`), and schedules' interface.
 
 `fa3.planning.tilings` makes the order from problem, GPU and config; schedules are made from it, and
 the forward kernel and the reference walk them. All of it is plain arithmetic on the fields: the
@@ -56,12 +56,12 @@ class PackedPart(NamedTuple):
 
     @property
     def slot(self):
-        """The workspace slot for the part's output and log-sum-exp; unused for a whole tile."""
+        """The slot for the part's output and log-sum-exp; unused for whole tiles."""
         return self.number // MOST_PARTS**2
 
     @property
     def first_slot(self):
-        """The slot of the tile's first part; its other parts follow in key order."""
+        """The slot of the tile's first part; others follow in key order."""
         return self.slot - self.number // MOST_PARTS % MOST_PARTS
 
 
@@ -75,7 +75,7 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a cluster computes in one go: key blocks [begin, end) of one tile."""
+    """What a cluster computes at once: key blocks `[begin, end)` of a tile."""
 
     tile: Tile
     # begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the first
@@ -249,11 +249,11 @@ class Schedule:
         return cls(tiled.order, tiled.num_clusters)
 
     def segments(self, blocks: Blocks) -> Segments:
-        """All segments, given the key blocks of every tile, by its number, in arrays."""
+        """All segments in arrays, given each tile's key blocks, by its number."""
         return Segments.of(np.arange(self.order.num_tiles), blocks, self.owners)
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-        """Raise unless its clusters work on every tile of its order exactly once.
+        """Raise unless its clusters work on every tile exactly once.
 
         The arguments are key blocks [first, end) of each tile, by its number."""
 
@@ -264,7 +264,7 @@ class Schedule:
         return cls(order, num_clusters, *((state,) if cls.reads_state else ()))
 
     def connected(self, shared, warps: int):
-        """The schedule of a CTA with `warps` consumer warps; `shared` points to `shared_words`."""
+        """A CTA's schedule for `warps` consumer warps; `shared` points to `shared_words`."""
         return self
 
     def for_producer(self):
@@ -272,7 +272,7 @@ class Schedule:
         return self
 
     def first(self, cluster) -> Any:
-        """The cursor at a cluster's start; the previous kernel may still be running."""
+        """The cursor at a cluster's start; the previous kernel may still run."""
         return cluster
 
     def begin(self, cursor):
@@ -373,7 +373,7 @@ def walk(schedule: Schedule, cluster: int) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class SingleTile(Schedule):
-    """As many clusters as tiles; the GPU's block scheduler starts them in order."""
+    """One cluster per tile; the GPU's block scheduler starts them in order."""
 
     order: TileOrder
 
@@ -422,7 +422,7 @@ class StaticPersistent(Schedule):
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-    """Raise unless the clusters' segments cover every tile of the schedule's order exactly once.
+    """Raise unless the clusters' segments cover every tile exactly once.
 
     There may be more clusters than the GPU holds: no cluster waits for one that has not started.
     The error names the first tile that does not exist, comes twice or is left out. `first_blocks`
@@ -445,7 +445,7 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a Python int, which is what kernels take."""
+    """Raise TypeError unless a value is a Python int, which kernels take."""
     if not isinstance(value, int):
         raise TypeError(f"schedule must have an integer as its {name}, got {shown(value)}")
 
@@ -480,7 +480,7 @@ def entries_of(schedule: TableSchedule) -> np.ndarray:
 
 
 def check_tiles(order: TileOrder, indices: np.ndarray, may_repeat: bool = False) -> None:
-    """Raise ValueError unless these are all numbers of tiles, each once unless it `may_repeat`."""
+    """Raise ValueError unless these are all tile numbers, once unless they `may_repeat`."""
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
         raise ValueError(
@@ -496,7 +496,7 @@ def check_tiles(order: TileOrder, indices: np.ndarray, may_repeat: bool = False)
 
 
 def number_parts(index: np.ndarray) -> np.ndarray:
-    """Return `PackedPart.number` of segments that are sorted by tile and first key block.
+    """Return `PackedPart.number` of segments sorted by tile and first key block.
     `index` is the number of each one's tile. All parts of tiles take the slots from 0 on."""
     num_parts = np.bincount(index)[index]
     is_part = num_parts > 1

@@ -1,4 +1,4 @@
-"""Query tiles by number, and their head groups: for preprocessing and the dQ conversion.
+"""Query tiles by number, in head groups: for preprocessing and dQ conversion.
 
 The preprocess kernel does the query tiles of the first head groups. A few CTAs of the backward
 kernel do the others, while the rest already work on key tiles, and join them afterwards. Key tiles
@@ -31,7 +31,7 @@ PREPROCESS_SHARES = 24
 
 
 class QueryHeadGroups(NamedTuple):
-    """The query tiles of all heads, numbered head by head, in head groups.
+    """Query tiles of all heads, numbered head by head, in head groups.
     Plain arithmetic: it runs on Python ints, and on Int32 values inside of kernels."""
 
     num_tiles: int  # tiles of all head groups

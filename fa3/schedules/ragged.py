@@ -133,7 +133,7 @@ class TableOrder:
 
 @dataclass(frozen=True)
 class RaggedOrder(TableOrder):
-    """Numbers the tiles of packed sequences, for all query heads, in head groups."""
+    """Numbers packed sequences' tiles of all query heads, in head groups."""
 
     heads_of_key: int  # query heads that share one key/value head
     rows_of_section: int  # rows of K and V of one head that fit in L2
@@ -158,7 +158,7 @@ class RaggedOrder(TableOrder):
         return head, m_block
 
     def in_sections(self, index, number, record) -> tuple:
-        """The head and row block of a tile, given the record with this number."""
+        """A tile's head and row block, given the record with this number."""
         heads, num_m_blocks = self.heads.value, record.num_m_blocks
         before = num_m_blocks - 1 - record.m_block
         # From here on the number counts the tiles of the sequence.
@@ -184,7 +184,7 @@ def segment_of(index, head, record: TileRecord) -> Segment:
 
 @cute.jit
 def write_record(table: cute.Tensor, place: Int32, record: tuple, is_one: cutlass.Boolean):
-    """Write a record to a place of a table if there is one."""
+    """Write a record to a place of a table if `is_one`."""
     words = cute.make_rmem_tensor(RECORD, Int32)
     words.fill(0)
     for i in cutlass.range_constexpr(len(record)):
@@ -196,7 +196,7 @@ def write_record(table: cute.Tensor, place: Int32, record: tuple, is_one: cutlas
 
 @dataclass(frozen=True)
 class RaggedTiles(Dynamic):
-    """Persistent CTAs take tiles of packed sequences from a table in device memory.
+    """Persistent CTAs take packed sequences' tiles from a table in device memory.
     The producer asks for a tile when it begins to load the one before. The last CTA to finish
     resets the counters, as for `Dynamic`; these are the table's, if this launch alone walks it."""
 
@@ -252,7 +252,7 @@ class RaggedTiles(Dynamic):
         return RaggedCursor(index, cursor.count + 1, cursor.end, head, record)
 
     def take_next(self, cursor: RaggedCursor) -> RaggedCursor:
-        """Take the next tile, and tell the consumers; the producer warp calls this."""
+        """Take the next tile and tell consumers; the producer warp calls this."""
         taken = cursor.taken if self.asks_early else self.count(TILES_TAKEN)
         turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
         index = self.order.taken(turn, self.num_clusters, cursor.end)
@@ -282,7 +282,7 @@ class KeyTileRecord(namedtuple("KeyTileRecord", (*TileRecord._fields, "owned_k")
 
 @dataclass(frozen=True)
 class RaggedKeyOrder(TableOrder):
-    """Numbers the key tiles of packed sequences, in head groups. Each has all sequences."""
+    """Numbers packed sequences' key tiles in head groups. Each has all sequences."""
 
     groups: Divisor  # how many there are; `heads` are the key/value heads of one
 
@@ -321,7 +321,7 @@ class RaggedKeyOrder(TableOrder):
 
 @dataclass(frozen=True)
 class RaggedKeyTiles(RaggedTiles):
-    """Persistent CTAs take key tiles of packed sequences from a table in device memory."""
+    """Persistent CTAs take packed key tiles from a table in device memory."""
 
     order: RaggedKeyOrder
 

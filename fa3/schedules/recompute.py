@@ -41,7 +41,7 @@ class RecomputeMask(NamedTuple):
 
     @property
     def num_groups(self):
-        """Words of tile bits, 32 tiles each; such a word is a group."""
+        """Words of tile bits, 32 tiles each; a word is a group."""
         return (self.order.num_tiles + 31) // 32
 
     @property
@@ -73,7 +73,7 @@ class RecomputeMask(NamedTuple):
         self.add_rows(index, row // ROWS_OF_WARP, Int32(1) << (row % ROWS_OF_WARP))
 
     def add_rows(self, index: Int32, warp: Int32, rows: Int32):
-        """Mark a warp's rows by their bits, and their tile; from one thread."""
+        """Mark a warp's rows by bits, and their tile; from one thread."""
         words = self.words.iterator
         # Atomic: warps share their tile's bit, and CTAs with parts of one tile share its rows.
         row_word, tile_word = self.rows(index, warp), self.group(index // 32)
@@ -84,7 +84,7 @@ class RecomputeMask(NamedTuple):
 
     @cute.jit
     def rows_of_group(self, index: Int32, first_warp: Int32) -> list[Int32]:
-        """The row bits of the four warps of a consumer warpgroup, from `first_warp` on."""
+        """The row bits of a consumer warpgroup's four warps, from `first_warp` on."""
         return [self.words[self.rows(index, first_warp + i)] for i in range(WARPS)]
 
     @cute.jit
@@ -100,7 +100,7 @@ def bit_of_row(r: int) -> Int32:
 
 
 class RecomputeCursor(NamedTuple):
-    """The CTA's present tile, `index`, and the number of tiles that it had before."""
+    """The CTA's present tile, `index`, and how many it had before."""
 
     index: int
     count: int
@@ -129,7 +129,7 @@ class RecomputeTiles(Dynamic):
         return RecomputeMask(self.counters, self.order)
 
     def first(self, cluster) -> RecomputeCursor:
-        """A cursor before the first tile: the launch that marks may still be running."""
+        """A cursor before the first tile: the marking launch may still run."""
         zero = cluster * 0
         return RecomputeCursor(zero, zero, zero, zero)
 
@@ -162,7 +162,7 @@ class RecomputeTiles(Dynamic):
 
     @cute.jit
     def look(self, group: Int32) -> tuple[Int32, Int32]:
-        """This lane's word of a group of 32, and marked tiles up to it."""
+        """This lane's word of 32, and the marked tiles up to it."""
         lane = cute.arch.lane_idx()
         bits = Int32(0)
         if group + lane < self.marks.num_groups:
@@ -175,7 +175,7 @@ class RecomputeTiles(Dynamic):
 
     @cute.jit
     def find(self, bits: Int32, upto: Int32, number: Int32, group: Int32) -> Int32:
-        """The tile that is marked as number `number` in a group of words."""
+        """The marked tile with number `number` in a group of words."""
         is_later = cute.arch.vote_ballot_sync(upto > number)
         lane = Int32(cute.arch.popc(~is_later & (is_later - 1)))
         first = upto - cute.arch.popc(bits)

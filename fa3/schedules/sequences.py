@@ -25,7 +25,7 @@ LONGEST = 2**31 - 2**20
 
 
 def capacity_of(page_size, num_pages=1):
-    """Most keys that a sequence may have; on the host and inside a kernel.
+    """Most keys that a sequence may have; on host and in kernels.
     If a page table has room for more than `LONGEST`, its last pages are not used."""
     return page_size * smaller(num_pages, LONGEST // larger(page_size, 1))
 
@@ -42,7 +42,7 @@ class Dense(NamedTuple):
         return Sequence(self.seqlen_q, self.seqlen_k, self.window)
 
     def queries(self, segment: Segment) -> DenseRows:
-        """Where rows of Q and O are; likewise K, V, dK and dV."""
+        """Where Q and O rows are; likewise K, V, dK and dV."""
         return DenseRows(segment.tile.batch)
 
     keys = gradients_of_keys = queries
@@ -53,7 +53,7 @@ class Dense(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """Sequences of different lengths one after another; a segment's record says where its is."""
+    """Packed sequences; a segment's record says where its sequence is."""
 
     window: Window
 
@@ -68,7 +68,7 @@ class Ragged(NamedTuple):
         return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
 
     def keys_of_cache(self, segment: Segment, head, first) -> Keys:
-        """The keys of a head in a cache, from the first readable one."""
+        """A head's keys in a cache, from the first readable one."""
         record = segment.record
         return Keys(record.begin_k, head, Int32(0), first, record.seqlen_k - 1)
 
@@ -82,7 +82,7 @@ class Ragged(NamedTuple):
 
 
 class MultiSequence(NamedTuple):
-    """Sequences one after another that share tiles: the rows of all are one line."""
+    """Packed sequences that share tiles: the rows of all are one line."""
 
     total_q: int  # rows of q
 
@@ -115,7 +115,7 @@ class PackedQueries:
         return begin, count * (1 - is_longer)
 
     def m_blocks(self, count):
-        """Row blocks of a key/value head with so many queries; none without queries."""
+        """Row blocks of a key/value head with `count` queries; 0 without."""
         return (count * self.rows_of_query + self.rows_of_tile - 1) // self.rows_of_tile
 
 
@@ -184,7 +184,7 @@ class Cached:
         return read_early(table, batch) if self.is_early else table[batch]
 
     def sequence(self, length: tuple) -> Sequence:
-        """The sequence for a mask: key 0 is the first one after the padding."""
+        """The sequence for a mask: key 0 is the first after padding."""
         seqlen, leftpad, *_ = length
         _, seqlen_q = self.queries(length)
         seqlen_k = larger(seqlen - leftpad, 0)

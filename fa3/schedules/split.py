@@ -1,4 +1,4 @@
-"""Schedules in tables from the host: whole tiles (`TileList`), and parts of tiles (`SplitTiles`).
+"""Schedules in host tables: whole tiles (`TileList`), and parts of tiles (`SplitTiles`).
 
 Tile times come from the cost model (`TiledProblem.times`); `fa3.running.memory` uploads the table.
 Stream-K: all clusters end together. Tiles are laid end to end and cut into a stretch for each
@@ -182,7 +182,7 @@ def in_ticks(times: np.ndarray) -> np.ndarray:
 
 
 def assign_greedily(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
-    """Give each unit of work, in order, to the first cluster that is free.
+    """Give each unit of work, in order, to the first free cluster.
     Returns the cluster of each unit, and when the last cluster is done."""
     # A heap entry is time * num_clusters + cluster: one integer compares faster than a pair.
     num_clusters = len(free_at)
@@ -275,7 +275,7 @@ class SplitTiles(TableSchedule):
 
     @classmethod
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
-        """Cut the last tiles so that clusters end at nearly the same time."""
+        """Cut the last tiles so that clusters end almost together."""
         blocks = ranges.end_blocks - ranges.first_blocks
         whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters)
         cuts = cut_evenly(blocks[whole:], loads, ranges._replace(masks=ranges.masks[whole:]))
@@ -354,7 +354,7 @@ class RaggedSegments(SplitTiles):
 
 
 def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """Assign whole tiles: the most rounds whose imbalance the remaining tiles can even out.
+    """Assign whole tiles: the most rounds whose imbalance others can even out.
     Returns how many tiles are assigned, the cluster of each, and every cluster's time in blocks."""
     rounds = len(times) // num_clusters
     while rounds > 0:

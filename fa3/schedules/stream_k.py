@@ -231,7 +231,7 @@ class FixedSplit:
 
 @dataclass(frozen=True)
 class NoSplit:
-    """Cut no tile: the CTA where a tile begins has all of it."""
+    """Cut no tile: the CTA where it begins has all of it."""
 
     has_parts: ClassVar[bool] = False
     width: ClassVar[int] = 1
@@ -330,12 +330,12 @@ class Walk:
         return self.advance(cursor, self.end(cursor) - cursor.block)
 
     def end(self, cursor: WalkCursor):
-        """The end of the segment at the cursor, in blocks of its tile."""
+        """The end of the cursor's segment, in blocks of its tile."""
         room = as_int32(self.place.pieces.begin(self.crew.number + 1) - cursor.position)
         return self.cut.end(cursor.block, self.lengths.num_blocks(cursor.length), room)
 
     def advance(self, cursor: WalkCursor, blocks) -> WalkCursor:
-        """The cursor some blocks further on, at most at the end of the tile."""
+        """The cursor some blocks further on, at most at the tile's end."""
         num_blocks = self.lengths.num_blocks(cursor.length)
         block = cursor.block + blocks
         # `tiles` is 1 at the end of a tile, `batches` 1 at the end of a sequence, else both are 0.
@@ -361,7 +361,7 @@ class Walk:
 
 
 def tiles_of(lengths: Any, length: tuple, most, num_groups):
-    """Tiles of a sequence in the line: one if it has no rows."""
+    """Tiles of a sequence in the line: one without rows."""
     num_m_blocks = lengths.m_blocks(length)
     return most.value * num_groups if num_m_blocks is None else larger(num_m_blocks * num_groups, 1)
 
@@ -432,7 +432,7 @@ def locate_among_equals(
 
 
 def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
-    """The pieces of a line whose tiles have from `fewest` to `most` blocks."""
+    """The pieces of a line whose tiles have `fewest` to `most` blocks."""
     if cut_type is CtaGroups:
         return Chunks.of_tiles(total, num_crews, fewest, most)
     return Chunks.even(total, num_crews)

@@ -1,4 +1,4 @@
-"""Cuts of tiles into stretches of work, one for each CTA, in integers.
+"""Cuts tiles into stretches of work, one for each CTA, in integers.
 
 `fa3.kernels.segment_table` cuts by them on the GPU. All tiles are laid end to end. Where a stretch
 ends inside of a tile, the tile is cut; a cut that would leave a short part moves to the tile's
@@ -78,7 +78,7 @@ class Stretches(NamedTuple):
         return cls(length, num_ctas, are_cut, num_early, either(num_late > 0, delay, 0))
 
     def have_room(self, longest, num_tiles):
-        """Whether there may be rounds of whole tiles; `longest` is the longest tile's blocks."""
+        """Whether there may be rounds of tiles of at most `longest` blocks."""
         return (self.length > longest) & (num_tiles > self.num_early)
 
     def end(self, cta):
@@ -109,7 +109,7 @@ class Stretches(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Rounds of whole tiles, which come before all stretches: a tile for each CTA."""
+    """Rounds of whole tiles before all stretches: a tile for each CTA."""
 
     number: int  # of rounds
     skipped: int  # rounds in which CTAs that begin late have no tile
@@ -120,7 +120,7 @@ class Rounds(NamedTuple):
 
     @classmethod
     def of(cls, stretches: Stretches, longest) -> "Rounds":
-        """The rounds for which stretches have room; `longest` is the longest tile's blocks."""
+        """The rounds that fit stretches whose longest tile has `longest` blocks."""
         tile_work = longest + BLOCKS_OF_TILE
         num_early, num_late = stretches.num_early, stretches.num_ctas - stretches.num_early
         room = larger(stretches.length - smaller(tile_work // PART_OF_TILE, LEAST_REST), 0)

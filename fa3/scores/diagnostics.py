@@ -1,4 +1,4 @@
-"""Turns compile errors in users' scores and masks into errors about their code.
+"""Explains compile errors in users' scores and masks by their own lines.
 
 The compiler traces a user's method as part of the kernel, so its errors may name any line between
 the two. `explain`, for `fa3.running.compiler`, finds the method and the line. `check_class`, for
@@ -57,7 +57,7 @@ class Method(NamedTuple):
 
     @classmethod
     def of(cls, kind: type, name: str) -> "Method | None":
-        """The class's method of this name; None if it has none, or inherits ours."""
+        """The class's method of this name; None if missing or ours."""
         function = inspect.unwrap(getattr(kind, name, None))
         if not inspect.isfunction(function):
             return None

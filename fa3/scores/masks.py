@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
         return cls(begin, full_begin, full_end, end)
 
     def walked(self, begin, end) -> "Blocks":
-        """These blocks where [begin, end) are walked, touched or not: the others are masked."""
+        """These blocks where `[begin, end)` are walked, touched or not: others are masked."""
         full_end = smaller(larger(self.full_end, begin), end)
         return Blocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
 
@@ -77,7 +77,7 @@ class Blocks(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Lengths of one sequence and its window: all that a mask needs besides coordinates."""
+    """A sequence's lengths and window: what a mask needs besides coordinates."""
 
     seqlen_q: int
     seqlen_k: int
@@ -91,7 +91,7 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """Query i sees keys next to its diagonal, from left to right bound.
+    """Query i sees keys around its diagonal, from left to right bound.
     These are i + offset - left to i + offset + right. `left` and `right` say at compile time
     whether the bound exists; the values come at run time. Causal is Band(left=False, right=True)
     with Window(right=0)."""
@@ -115,7 +115,7 @@ class Band:
         return ()
 
     def bind(self, tensors) -> "Band":
-        """The mask with its tensors, taken from the iterator `tensors`; a band has none."""
+        """The mask with its tensors, from the iterator `tensors`; bands have none."""
         return self
 
     def at(self, batch, head) -> "Band":
@@ -127,7 +127,7 @@ class Band:
         return self
 
     def key_range(self, row, sequence: Sequence):
-        """Half-open range of the keys that query `row` sees; empty when end <= begin."""
+        """Half-open range of keys that query `row` sees; empty if `end <= begin`."""
         begin, end = 0, sequence.seqlen_k
         if self.left:
             begin = larger(begin, row + sequence.offset - sequence.window.left)
@@ -146,7 +146,7 @@ class Band:
         return self.key_range(coords.query(r), sequence)
 
     def query_range(self, key, sequence: Sequence):
-        """Half-open range of the queries that see `key`; empty when end <= begin."""
+        """Half-open range of queries that see `key`; empty if `end <= begin`."""
         begin, end = 0, sequence.seqlen_q
         if self.right:
             begin = larger(begin, key - sequence.offset - sequence.window.right)
@@ -211,7 +211,7 @@ class Mask:
         raise NotImplementedError(f"{type(self).__name__} must define visible(self, at)")
 
     def reference(self, at: Position):
-        """The same in torch: a bool tensor. The fields of `at` broadcast to (queries, keys)."""
+        """The same in torch, as bool; fields of `at` broadcast to (queries, keys)."""
         raise NotImplementedError(f"{type(self).__name__} must define reference(self, at)")
 
     def key_range(self, rows: Rows):
@@ -219,12 +219,12 @@ class Mask:
         return 0, rows.seqlen_k
 
     def open_range(self, rows: Rows):
-        """Half-open range of keys that all rows see; the kernel does not mask them."""
+        """Half-open range of keys that all rows see; kernels leave them unmasked."""
         return 0, 0
 
 
 def as_integer(bound):
-    """Return a bound of a user's range; raise TypeError if it is no integer."""
+    """Return a bound of a user's range; raise TypeError unless an integer."""
     if not isinstance(bound, int | Integer):
         raise TypeError(f"a bound of a range must be an integer, got {shown(bound)}")
     return bound
@@ -232,7 +232,7 @@ def as_integer(bound):
 
 @dataclass(frozen=True)
 class Intersection:
-    """A query sees a key if a band and a user's mask allow it.
+    """A query sees keys that a band and a user's mask allow.
     Until `bind`, `function` is the mask's template, and the band alone gives the ranges."""
 
     band: Band
@@ -316,7 +316,7 @@ NO_SEQUENCE = -1  # the sequence of a row that is not used
 
 
 class RowRecord(NamedTuple):
-    """A row of sequences that share tiles, as four words of device memory."""
+    """A row of a shared tile, as four words of device memory."""
 
     # first_key, end_key: the rows of k that it sees, [first_key, end_key).
     first_key: int

@@ -38,7 +38,7 @@ from fa3.problem import AttentionSpec
 
 
 class Score:
-    """Base class of scores: a function of one natural logit and its position."""
+    """Base class of scores: functions of a natural logit and its position."""
 
     hides = True  # whether `apply` may make a score -inf
     bends = True  # whether the derivative of `apply` may be other than 1
@@ -62,7 +62,7 @@ class Score:
         raise NotImplementedError(f"{type(self).__name__} has no derivative")
 
     def at_rows(self, coords: ScoreCoords, unit):
-        """What `apply` needs to know of a tile's rows; computed once per tile."""
+        """What `apply` needs to know of rows; computed once per tile."""
         return ()
 
     def unit_after(self, unit):
@@ -131,7 +131,7 @@ class Softcap(Score):
 
 @dataclass(frozen=True)
 class Alibi(Score):
-    """-slope |i + offset - j| for query i and key j (Press et al., arXiv 2108.12409).
+    """`-slope |i + offset - j|` for query i and key j (Press et al., arXiv 2108.12409).
 
     In a block that the diagonal does not cross, the bias of a row changes by a constant from
     column to column: each score takes one multiply-add with a number known at compile time, and
@@ -237,7 +237,7 @@ def bind(spec: AttentionSpec, modifiers: Iterable | None) -> tuple:
 
 @dataclass(frozen=True)
 class ScorePipeline:
-    """What happens to the scores of one tile between Q K^T and the softmax."""
+    """What happens to a tile's scores between `Q K^T` and the softmax."""
 
     scores: tuple[Score, ...]  # applied one after another
     units: tuple  # the unit before each score, then the unit after the last
@@ -274,7 +274,7 @@ class ScorePipeline:
 
     @cute.jit
     def apply(self, values: cute.Tensor, n_block, masked: cutlass.Constexpr):
-        """Change a block's scores (rows, columns) in place, and set masked ones to -inf.
+        """Change a block's scores (rows, columns) in place; masked ones become -inf.
         Returns the shifts of the rows, see `fa3.primitives.softmax`."""
         shifts = None
         for i in cutlass.range_constexpr(len(self.scores)):
@@ -293,7 +293,7 @@ class ScorePipeline:
         self.mask.apply(values, self.coords, n_block, self.sequence)
 
     def sinks_of_rows(self, sinks: cute.Tensor | None) -> tuple | None:
-        """The rows' sinks in base-2 logarithm, as the softmax takes them; None without sinks."""
+        """The rows' sinks as base-2 logarithms, for the softmax; None without sinks."""
         if sinks is None:
             return None
         rows = range(len(self.coords.row_steps))
@@ -304,7 +304,7 @@ class TransposedScorePipeline(ScorePipeline):
     """What happens to a tile's scores between K Q^T and P^T."""
 
     def shifted(self, columns: int) -> "TransposedScorePipeline":
-        """The rules of as many scores that many columns further in the block."""
+        """The rules of as many scores `columns` columns further in the block."""
         return replace(self, coords=self.coords.shifted(columns))
 
     @cute.jit

@@ -20,7 +20,7 @@ class TensorType(NamedTuple):
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a torch tensor, or a tensor inside a kernel."""
+    """Whether a value is a tensor, of torch or inside a kernel."""
     return hasattr(value, "__dlpack__") and not hasattr(value, "__array_interface__")
 
 
@@ -36,7 +36,7 @@ def types_of(value: object) -> object:
 
 
 def tensors_of(instance: object) -> Iterator[tuple[str, object]]:
-    """The tensor fields of a dataclass, by name, in the order of their declaration."""
+    """A dataclass's tensor fields, by name, in the order of declaration."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         if is_tensor(value):
@@ -86,7 +86,7 @@ class Template:
         return cls(kind, constants, tuple(types_of(v) for _, v in constants), tuple(types))
 
     def bind(self, tensors) -> object:
-        """An object of this template, with its tensors taken from the iterator `tensors`."""
+        """An object of this template, with tensors from the iterator `tensors`."""
         bound = object.__new__(self.kind)
         for name, value in self.constants:
             object.__setattr__(bound, name, value)

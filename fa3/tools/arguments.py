@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, and end as all wrong arguments do."""
+        """Say what is wrong in one line, and end by `fail_usage`."""
         fail_usage(self.prog, message)
 
 
@@ -44,7 +44,7 @@ def fail_usage(command: str, message: object) -> NoReturn:
 
 
 def make_parser(version: str) -> Parser:
-    """The parser of the whole command line; `command` names what is to run."""
+    """The parser of the command line; `command` names what is to run."""
     top = Parser(
         prog="fa3",
         description="Attention for NVIDIA Hopper GPUs: show plans, compile kernels ahead of time.",

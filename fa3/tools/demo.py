@@ -1,4 +1,4 @@
-"""The demo: one attention problem of a language model, planned, compiled, checked, timed, drawn.
+"""The demo: a language model's attention, planned, compiled, checked, timed, drawn.
 
 On a Hopper GPU the kernel runs, and cuDNN runs for comparison. Without one, everything else
 happens: plan, compilation for sm_90a, the same algorithm on the CPU.

@@ -111,7 +111,7 @@ PRESETS = {
 
 
 def preset_of(preset: str | Path) -> Model:
-    """Return a well-known model by its name, or the model of a `config.json`."""
+    """Return a well-known model by name, or a `config.json`'s model."""
     if isinstance(preset, str) and preset in PRESETS:
         return PRESETS[preset]
     if not str(preset).endswith(".json"):

@@ -34,7 +34,7 @@ GOES_WITH = {"schedule": "dense", "png": "dense", "page_size": "cache", "append"
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Print how a call would run; takes the options of the command line."""
+    """Print how a call would run, by the command line's options."""
     for name, call in GOES_WITH.items():
         if getattr(options, name) and options.call != call:
             option = name.replace("_", "-")
@@ -79,7 +79,7 @@ def explained(
 
 
 def problem_of(shape: tuple[int, ...], options: argparse.Namespace) -> Problem:
-    """The problem of a shape, with the options' dtype, columns of v and mask."""
+    """A shape's problem, with the options' dtype, columns of v and mask."""
     if len(shape) != 6 or min(shape) < 1:
         raise ValueError(f"a shape must be six positive integers {SHAPE}, got {shape}")
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = shape
@@ -101,7 +101,7 @@ def explain_packed(
     cache: CacheLayout | None = None,
     appends: bool = False,
 ) -> str:
-    """Say how a call attends to packed sequences that are all equally long.
+    """Say how a call attends to packed sequences of equal lengths.
 
     `problem` has the sequences as a dense call. Kernels have all bounds of the call's `window` that
     hide something at some length. Returns nothing for a cache that the decode kernel serves alone.

@@ -50,7 +50,7 @@ def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline
 
 
 def hopper_device(device: torch.device | str = "cuda") -> torch.device:
-    """Return the device with its index; raises ValueError unless it is a Hopper GPU."""
+    """Return a device with its index; raise ValueError unless it is Hopper."""
     device, seen = torch.device(device), torch.cuda.device_count()
     if device.type != "cuda" or (device.index or 0) >= seen:
         raise ValueError(
@@ -64,7 +64,7 @@ def hopper_device(device: torch.device | str = "cuda") -> torch.device:
 
 
 def check_recordable(problem: Problem) -> None:
-    """Raise unless a kernel with q, k and v alone runs the problem."""
+    """Raise unless kernels with q, k and v alone run the problem."""
     if problem.spec.modifier_types:
         raise NotImplementedError(
             "scores, masks and sinks with tensors cannot be recorded: a plan does not have them"
@@ -94,7 +94,7 @@ def random_operands(problem: Problem, device: torch.device) -> tuple[torch.Tenso
 def run_recorded(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, list[Note]]:
-    """Run the instrumented kernel `RUNS` times; return the output and the last run's notes."""
+    """Run the instrumented kernel `RUNS` times; return output and last notes."""
     spec, head_dim, descales = plan.problem.spec, q.shape[-1], None
     if spec.is_fp8:
         descales = Scales.on(q.device, k.shape[2], True).of(k.shape[0], None, None, None)

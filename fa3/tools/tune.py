@@ -43,7 +43,7 @@ ROUNDS = 7
 
 
 def tune_here(options: argparse.Namespace) -> None:
-    """Tune shapes on the current GPU; takes the options of the command line."""
+    """Tune shapes on the current GPU, by the command line's options."""
     if not torch.cuda.is_available():
         raise RuntimeError("needs a Hopper GPU (compute capability 9.0): torch sees no GPU")
     gpu = gpu_of(hopper_device())

@@ -188,7 +188,7 @@ def one_of(name: str, value: str, accepted: Iterable[str]) -> str:
 
 
 def each(name: str, values: Iterable, check: Callable, *limits: Any) -> tuple:
-    """An option that is several values, each of which `check` returns in its type."""
+    """An option of several values, each as `check` returns it."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a tuple or a list, got {shown(values)}")
     return tuple(check(name, value, *limits) for value in values)
