@@ -269,7 +269,7 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     problem = make_problem(2, 5, 0, 4, head_dim=64)
     for d_out in (None, out):
         operands = BackwardOperands(q, k, k, out, lse, d_out, None)
-        call = BackwardCall(problem, None, 1.0, False, 132)
+        call = BackwardCall(problem, None, 1.0, False)
         found = call.gradients(operands, (), (sinks,), Wanted(), None)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]

@@ -7,14 +7,13 @@ import itertools
 
 import pytest
 import torch
-from gpu_checks import captured
+from gpu_checks import captured, forget_prepared_calls
 from gradients import check_gradients, check_varlen_gradients
 from pairs import pairs
 from problems import CAUSAL, make_operands, make_problem, poisoned_allocations
 from varlen_problems import VarlenProblem, make_call
 
 import fa3
-from fa3.calls import backward
 from fa3.planning import backward as planning
 from fa3.planning.key_split import KeyShares, Waves
 from fa3.problem import Window
@@ -38,7 +37,7 @@ def force(monkeypatch):
     """Make all backward passes share key tiles in a given way."""
 
     def forget():
-        backward.prepare_backward.cache_clear()
+        forget_prepared_calls()
         planning.shares_of_lengths.cache_clear()
 
     def force(shares: KeyShares):
@@ -278,7 +277,7 @@ def test_head_groups_alternate_in_a_fixed_order(head_dim, device, monkeypatch):
     """In groups of a few heads: also where rows or keys are hidden."""
     monkeypatch.setattr(Waves, "heads_per_group", lambda self, heads, tiles: -(-heads // 5))
     monkeypatch.setattr(planning, "share_lines", lambda *given: None)
-    backward.prepare_backward.cache_clear()
+    forget_prepared_calls()
     for seed, (lengths, heads, window) in enumerate(
         itertools.product(
             ((700, 700), (300, 900), (1000, 500), (1, 600)), ((1, 8), (8, 2)),
@@ -291,4 +290,4 @@ def test_head_groups_alternate_in_a_fixed_order(head_dim, device, monkeypatch):
         operands = make_operands(problem, seed, device)
         options = {"deterministic": True, "schedule": "list"}
         check_gradients(*operands, window, (True, False), seed, **options)
-    backward.prepare_backward.cache_clear()
+    forget_prepared_calls()

@@ -564,5 +564,5 @@ def run_call(
         out, lse = call.attend(values, longest, returns_lse)
         return (out, lse) if returns_lse else out
     check_differentiable(values, options.pack_gqa)
-    backward = BackwardCall(call.problem, longest, scale, deterministic, call.num_sms)
+    backward = BackwardCall(call.problem, longest, scale, deterministic, call.prepare_backward)
     return attend_differentiably((call, values, backward, returns_lse), q, k, v, *read)

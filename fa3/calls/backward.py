@@ -9,16 +9,14 @@ of queries by keys: P is computed again from them.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
 from fa3.calls.call import lengths_of
-from fa3.calls.devices import gpu_of
-from fa3.calls.eager import in_memory
+from fa3.calls.eager import in_memory, lie_in_memory
 from fa3.calls.execution import Prepared
 from fa3.calls.operands import ALIGNMENT, FP8_DTYPE, used_queries
 from fa3.planning.backward import (
@@ -105,26 +103,33 @@ class PreparedBackward(NamedTuple):
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
+def preparation_of(
+    problem: Problem | tuple[AttentionSpec, Window], gpu: Gpu
+) -> Callable[..., PreparedBackward]:
+    """`prepare_backward` of a problem and a GPU, remembered.
+    A call has this function at hand: to look up a problem anew takes 0.6 us."""
+    prepare = functools.partial(prepare_backward, problem, gpu)
+    return functools.lru_cache(maxsize=REMEMBERED)(prepare)
+
+
 def prepare_backward(
     problem: Problem | tuple[AttentionSpec, Window],
-    rows: PackedRows | None,  # of packed sequences
-    has_used: tuple[bool, bool],
-    is_ordered: bool,
     gpu: Gpu,
-    num_sms: int,
+    is_ordered: bool,
     writes_fp32: bool,
+    rows: PackedRows | None = None,  # of packed sequences
+    *has_used: bool,  # whether these have `seqused_q` and `seqused_k`
 ) -> PreparedBackward:
     """Plan a problem's backward pass and load its kernels."""
-    gpu = replace(gpu, num_sms=num_sms)
     if rows is None:
         plan = BackwardPlan.of(problem, gpu, is_ordered, writes_fp32)
         kernels, (launch,), layout = plan.kernels, plan.launches(), plan.layout
     else:
         spec, window = problem
-        shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
+        shares = shares_of_packed(spec, window, rows, is_ordered, gpu.num_sms)
         splits = writes_fp32 or shares.parts > 1
         kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
-        launch, layout = launch_of_packed(kernels, window, rows, shares, num_sms)
+        launch, layout = launch_of_packed(kernels, window, rows, shares, gpu.num_sms)
     dtype = torch.float32 if writes_fp32 else None
     return PreparedBackward(Prepared.of([launch]), layout, kernels.config.tile_m, dtype)
 
@@ -142,7 +147,7 @@ class BackwardCall(NamedTuple):
     longest: tuple[int, int] | None
     softmax_scale: float
     deterministic: bool  # whether dQ has the same bits every time; dK and dV always have
-    num_sms: int  # SMs of a GPU that may be used
+    prepare: Callable[..., PreparedBackward] | None = None  # on a GPU, see `preparation_of`
 
     @property
     def function(self) -> str:
@@ -168,15 +173,18 @@ class BackwardCall(NamedTuple):
         """
         q, k, _, out, lse, d_out, d_lse = operands
         packed = None if self.longest is None else PackedLengths(*lengths)
-        sizes = *q.shape, *k.shape
-        if packed is not None:
-            sizes = packed.batch, *sizes, *self.longest
-        if 0 in sizes or (d_out is d_lse is None):
+        is_empty = packed is not None and 0 in (packed.batch, *self.longest)
+        if is_empty or not q.numel() or not k.numel() or (d_out is d_lse is None):
             sinks = tensors[-1] if wanted.sinks else None
             return without_keys(operands, packed, sinks, wanted.fp32_dkv)
         if q.is_cuda:
-            prepared = self.prepared(operands, packed, wanted)
-            return prepared.launch(
+            kind = self.deterministic, wanted.fp32_dkv
+            if packed is not None:
+                (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
+                longest = min(self.longest[0], total_q)
+                rows = PackedRows(total_q, total_k, packed.batch, longest, heads_q, heads_kv)
+                kind += rows, packed.seqused_q is not None, packed.seqused_k is not None
+            return self.prepare(*kind).launch(
                 operands, packed, self.softmax_scale, tensors, dropout, wanted.sinks, dq
             )
         spec, window = self.problem if packed else (self.problem.spec, self.problem.window)
@@ -188,21 +196,6 @@ class BackwardCall(NamedTuple):
         return execute_backward(
             spec, window, operands, self.softmax_scale, tensors, wanted, dropout, sequences
         )
-
-    def prepared(
-        self, operands: BackwardOperands, lengths: PackedLengths | None, wanted: Wanted
-    ) -> PreparedBackward:
-        """What is launched on a GPU; there are queries, and keys."""
-        q, k, *_ = operands
-        gpu = gpu_of(q.device)
-        rows, has_used = None, (False, False)
-        if lengths is not None:
-            (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
-            longest_q = min(self.longest[0], total_q)
-            rows = PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv)
-            has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-        options = self.deterministic, gpu, min(self.num_sms, gpu.num_sms), wanted.fp32_dkv
-        return prepare_backward(self.problem, rows, has_used, *options)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,23 +325,24 @@ class DifferentiableAttention(torch.autograd.Function):
         """The gradients of what `forward` took, in its order."""
         call, dropout = ctx.call, ctx.dropout
         # Asked for once: a checkpoint computes them anew each time, and hooks may give others.
-        state, *saved = (
-            x if x is None else in_memory("a tensor that was saved for backward", x)
-            for x in ctx.saved_tensors
-        )
+        saved = ctx.saved_tensors
+        if not lie_in_memory(*saved, d_out, d_lse):
+            saved = [in_memory("a tensor that was saved for backward", x) for x in saved]
+            d_out = in_memory("the gradient of out", d_out)
+            d_lse = in_memory("the gradient of the log-sum-exp", d_lse)
         if dropout is not None:
-            dropout = dropout._replace(rng_state=state)
-        lengths, saved, tensors = saved[:4], saved[4:9], tuple(saved[9:])
-        wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
-
-        gradients = {"the gradient of out": d_out, "the gradient of the log-sum-exp": d_lse}
-        operands = *saved, *(in_memory(name, one) for name, one in gradients.items())
-        with torch.no_grad():
-            results = call.gradients(BackwardOperands(*operands), lengths, tensors, wanted, dropout)
+            dropout = dropout._replace(rng_state=saved[0])
+        lengths, tensors, needed = saved[1:5], tuple(saved[10:]), ctx.needs_input_grad
+        operands = BackwardOperands(*saved[5:10], d_out, d_lse)
+        given = operands, lengths, tensors, Wanted(*needed[1:4], any(needed[4:])), dropout
         # This refuses second derivatives (`create_graph`). If gradients are not recorded, there is
         # no second derivative to refuse, and a node would take the host as long as a launch.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
+            with torch.no_grad():
+                results = call.gradients(*given)
             results = WithoutDerivative.apply(call.function, results, *operands, *tensors)
+        else:
+            results = call.gradients(*given)
         *grads, d_sinks = results
         # Of scores, mask and sinks only the sinks have one, and they come last.
         grads += [None] * (len(tensors) - 1)

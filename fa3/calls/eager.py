@@ -126,19 +126,26 @@ def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a tensor of a backward pass with memory to read.
     The current stream waits for a collective that computes it. A gradient comes from other people's
     code, and so does a tensor that was kept, where hooks of saved tensors are active."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or lie_in_memory(tensor):
         return tensor
-    try:
-        is_plain = tensor.data_ptr() >= LOWEST_ADDRESS and not tensor.is_neg()
-        if is_plain and forward_ad._current_level < 0:
-            return tensor
-    except (RuntimeError, TypeError):
-        pass
     # Nearly all tensors have been spared this.
     if is_collective(tensor):
         tensor = tensor.wait()
     address_of(name, tensor)
     return tensor.resolve_neg()
+
+
+def lie_in_memory(*tensors: torch.Tensor | None) -> bool:
+    """Whether `in_memory` has nothing to do for these tensors, as nearly always."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    try:
+        return (
+            forward_ad._current_level < 0
+            and min(map(torch.Tensor.data_ptr, present)) >= LOWEST_ADDRESS
+            and not any(map(torch.Tensor.is_neg, present))
+        )
+    except (RuntimeError, TypeError):
+        return False
 
 
 def is_collective(tensor: torch.Tensor) -> bool:

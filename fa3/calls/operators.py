@@ -35,6 +35,7 @@ from fa3.calls.backward import (
     check_differentiable,
     no_derivative_of_score,
     no_second_derivative,
+    preparation_of,
     wants_gradient,
 )
 from fa3.calls.call import (
@@ -444,8 +445,8 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     if longest is not None and is_visible(lengths[0]):
         check_lengths(lengths, (len(q), len(k)), longest)
     scale = check_scale(call["softmax_scale"], q.shape[-1])
-    num_sms = gpu_for_call(q.device, call["sm_margin"]).num_sms
-    backward = BackwardCall(problem, longest, scale, call["deterministic"], num_sms)
+    prepare = preparation_of(problem, gpu_for_call(q.device, call["sm_margin"]))
+    backward = BackwardCall(problem, longest, scale, call["deterministic"], prepare)
     wanted = Wanted(sinks=sinks is not None, fp32_dkv=call["fp32_dkv"])
     read = modifier_tensors(slopes, function_tensors, sinks) or ()
     operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)

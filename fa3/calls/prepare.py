@@ -7,12 +7,13 @@ lengths of packed tensors are, nothing here depends on them.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from fa3.calls.backward import preparation_of
 from fa3.calls.call import (
     DESCALES,
     INTEGERS,
@@ -121,7 +122,7 @@ class PreparedAttention:
     most_queries: int = MOST_RAGGED_ROWS  # rows of packed queries that 32 bits count
     # Of calls that may have a gradient: the problem, of packed sequences the spec and the window.
     problem: Problem | tuple[AttentionSpec, Window] | None = None
-    num_sms: int = 0  # SMs that a backward pass may use
+    prepare_backward: Callable | None = None  # of these calls, see `preparation_of`
     scales: Scales | None = None  # of calls with FP8 tensors
     # Whether FP8 queries become 16-bit ones before they attend to an FP8 cache, which is exact. The
     # forward kernel takes them only so.
@@ -268,7 +269,11 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     elif plan is None:
         plan = plan_forward(problem, gpu, schedule=schedule)
     kernels = PreparedPlan.of(plan, device)
-    return {"kernels": kernels, "problem": problem, "num_sms": plan.gpu.num_sms}
+    # A plan may have been made for a GPU with more SMs, or fewer.
+    gpu = replace(gpu, num_sms=min(plan.gpu.num_sms, gpu.num_sms))
+    return {
+        "kernels": kernels, "problem": problem, "prepare_backward": preparation_of(problem, gpu)
+    }  # fmt: skip
 
 
 def problem_posed_by(
@@ -345,7 +350,9 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
     kernels = packed_call(signature, device.type == "cuda")
-    return {"kernels": kernels, "problem": problem, "num_sms": gpu.num_sms}
+    return {
+        "kernels": kernels, "problem": problem, "prepare_backward": preparation_of(problem, gpu)
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- calls on a cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa3.calls.backward import BackwardCall
+from fa3.calls.backward import BackwardCall, preparation_of
 from fa3.calls.call import NO_VALUES, describe_tensors, prepare_without_lengths
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors
@@ -97,8 +97,10 @@ class KeyPart:
             prepare_call, describe_tensors(values, self.options), self.options
         )
         scale = check_scale(self.softmax_scale, values["q"].shape[-1])
-        num_sms = gpu_for_call(values["q"].device, self.options.sm_margin).num_sms
-        self.gradients = BackwardCall(call.problem, longest, scale, self.deterministic, num_sms)
+        prepare = preparation_of(
+            call.problem, gpu_for_call(values["q"].device, self.options.sm_margin)
+        )
+        self.gradients = BackwardCall(call.problem, longest, scale, self.deterministic, prepare)
         self.attention = call
 
     def backward(
