@@ -37,7 +37,7 @@ WORDS = {
 """A regular expression -> what to write instead."""
 
 MOST_WORDS = 30
-MOST_FIRST_WORDS = 14
+MOST_FIRST_WORDS = 12
 
 MODULES = sorted((ROOT / "fa3").rglob("*.py"))
 

@@ -307,7 +307,7 @@ def flash_attn_varlen_func(
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
-    """Raise unless a call on pages gives its lengths by seqused_k only, without dropout."""
+    """Raise unless a call on pages has seqused_k alone, without dropout."""
     if ends_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if used_k is None:
@@ -361,7 +361,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Append k and v to a cache in place; attend to all of it.
+    """Append k and v to a cache in place; attend to it.
 
     Positions and heads are as in `flash_attn_func`, where a sequence's length counts the appended
     tokens.
@@ -483,7 +483,7 @@ def flash_attn_with_kvcache(
 def describe_call(
     values: dict[str, Any], options: Options, latest: FastPath
 ) -> tuple[PreparedAttention, Sequence[int]]:
-    """What a call's tensors and options lead to, and where the tensors begin.
+    """What a call's tensors and options lead to, and tensors' addresses.
 
     The next call is compared with this one.
     """

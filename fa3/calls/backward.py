@@ -215,7 +215,7 @@ def without_keys(
     sinks: torch.Tensor | None,
     fp32_dkv: bool,
 ) -> Gradients:
-    """The gradients where no query sees a key: only sinks may have one."""
+    """The gradients if no query sees keys: only sinks may have one."""
     q, k, v, _, lse, _, d_lse = operands
     dtype = torch.float32 if fp32_dkv else k.dtype
     zeros = (q.new_zeros(x.shape, dtype=to) for x, to in ((q, q.dtype), (k, dtype), (v, dtype)))
@@ -281,7 +281,7 @@ class WithoutDerivative(torch.autograd.Function):
     def forward(
         ctx, name: str, gradients: Gradients, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients, which were computed of these tensors, of the function `name`."""
+        """Return the function `name`'s gradients, which were computed of these tensors."""
         ctx.name = name
         return tuple(gradients)
 

@@ -143,7 +143,7 @@ def public_name(kind: str, tensor: str) -> str:
 
 
 def describe_tensors(values: Mapping[str, Any], options: Options) -> "AttentionCall":
-    """Describe the tensors of a call; raise for one that cannot be one."""
+    """Describe a call's tensors; raise for one that no call takes."""
     kind, operands = options.kind, {}
     for name in TENSORS_OF_KINDS[kind]:
         tensor = values.get(name)
@@ -176,7 +176,7 @@ class AttentionCall(
         defaults=(*[None] * len(TENSORS), (), CACHED, None),
     )
 ):
-    """What each of the `TENSORS` is like, an `Operand`, and what follows from that.
+    """What each of the `TENSORS` is like (`Operand`), and what follows.
 
     Fields:
         functions: what the tensors of the user's score and mask are like.
@@ -206,7 +206,7 @@ class AttentionCall(
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether the forward kernel can take a cache call's q as packed rows.
+        """Whether the forward kernel can take cache calls' q as packed rows.
         Tiles of up to 64 queries are half empty: the decode kernel takes less time for them."""
         batch, rows = self.batch, self.batch * self.seqlen_q
         lie_packed = all(
@@ -240,7 +240,7 @@ class AttentionCall(
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page; of a whole sequence in a cache without pages."""
+        """Tokens of a page; in caches without pages, of a whole sequence."""
         return self.k.shape[1]
 
     @property
@@ -318,13 +318,13 @@ class AttentionCall(
         )
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
-        """What is compiled for packed sequences, and the bounds that any lengths may have."""
+        """What is compiled for packed sequences, and bounds for any lengths."""
         window = options.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
         return self.spec(options, window, window.right == 0), window
 
     @property
     def names_by_rows(self) -> tuple[tuple[str, ...], ...]:
-        """Tensors that may have another number of rows in each call, by this number.
+        """Tensors whose number of rows may change between calls, by this number.
         Those with the rows of packed q, and with the rows of packed k; those with a row for each
         packed sequence, and with one more."""
         rows_of_q = ("q", "out") if self.is_packed else ()
@@ -341,7 +341,7 @@ class AttentionCall(
         return known | dict.fromkeys(options.functions.names, 1)
 
     def without_lengths(self) -> "AttentionCall":
-        """What calls have in common that differ in totals and packed sequences only.
+        """What calls share that differ in totals and packed sequences only.
 
         Where tensors have rows for different numbers of sequences, these numbers stay.
         """
@@ -516,7 +516,7 @@ def check_totals(
 
 
 def check_cache(call: AttentionCall) -> None:
-    """Raise unless a cache can be attended to and appended to like this."""
+    """Raise unless a call can attend and append to its cache."""
     if call.max_seqlen_q is not None and not call.is_packed:
         raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {call.max_seqlen_q}")
     if call.page_table is not None and call.page_size == 0:

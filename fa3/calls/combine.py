@@ -33,7 +33,7 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over parts of the keys into attention over all of them.
+    """Merge attention over parts of the keys into attention over all.
 
     Args:
         out_partial: (num_splits, batch, seqlen, heads, head_dim), float32: outputs, each

@@ -10,7 +10,7 @@ from fa3.planning.costs import H100, H200, Gpu
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return a device as the planner sees it; raise unless it is Hopper."""
+    """Return a device as the planner sees it; raise unless Hopper."""
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) != (9, 0):
         raise ValueError(
@@ -22,7 +22,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def gpu_for_call(device: torch.device, sm_margin: int = 0) -> Gpu:
-    """The GPU of a call without `sm_margin` SMs; an H200 for the CPU."""
+    """A call's GPU without `sm_margin` SMs; an H200 for the CPU."""
     gpu = gpu_of(device) if device.type == "cuda" else H200
     if not 0 <= sm_margin < gpu.num_sms:
         raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")

@@ -1,4 +1,4 @@
-"""Whether a call may run here and now, on the memory of its tensors.
+"""Whether a call may run here and now, on its tensors' memory.
 
 A kernel is launched on addresses. What torch hangs on its own operators passes it by: a node of a
 graph that is being traced, a gradient, a tangent of forward mode, the batch of a vmap. In a graph
@@ -149,7 +149,7 @@ def lie_in_memory(*tensors: torch.Tensor | None) -> bool:
 
 
 def is_collective(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for the result of a collective that is under way."""
+    """Whether a tensor stands for the result of an unfinished collective."""
     if type(tensor) is torch.Tensor or not torch.distributed.is_available():
         return False
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -1,4 +1,4 @@
-"""How prepared calls run: by one plan, or by a packed call's route.
+"""How prepared calls run: by a plan, or a packed call's route.
 
 A call gives its tensors and numbers in one dictionary, from which the reference takes them on the
 CPU. On a GPU `Prepared` launches the kernels of any plan on the current stream of the tensors'
@@ -128,14 +128,14 @@ class PreparedPlan(NamedTuple):
     def of(
         cls, plan: Plan | DecodePlan, device: torch.device, launches: tuple[Launch, ...] = ()
     ) -> "PreparedPlan":
-        """Load the kernels of a plan or of given launches; none on the CPU."""
+        """Load the kernels of a plan or of launches; none on CPUs."""
         if device.type == "cpu":
             return cls(plan, None)
         table = None if plan.table is None else Table.upload(plan.table, device)
         return cls(plan, Prepared.of(launches or plan.launches(), plan.memory, table))
 
     def attend(self, values: dict[str, Any], sizes: None = None) -> None:
-        """Write out and, unless it is None, the log-sum-exp; there are queries, and keys.
+        """Write out and, unless None, the log-sum-exp; there are queries and keys.
         `values` are of the call, by name; see `PreparedAttention.attend`."""
         if self.prepared is not None:
             self.prepared.run(for_launches(values))
@@ -167,7 +167,7 @@ class PackedCall:
 
     @classmethod
     def of(cls, signature: Signature, on_gpu: bool = False) -> "PackedCall":
-        """Load the kernels that a call is likely to have, whatever its lengths are."""
+        """Load the kernels that calls of any lengths are likely to need."""
         decode_plan = functools.lru_cache(maxsize=REMEMBERED)(signature.decode_plan)
 
         @functools.lru_cache(maxsize=REMEMBERED)
@@ -187,7 +187,7 @@ class PackedCall:
         return cls(signature, decode_plan, prepared if on_gpu else None)
 
     def attend(self, values: dict[str, Any], sizes: PackedSizes) -> None:
-        """Write the rows of out and lse that belong to queries that are used.
+        """Write the rows of out and lse that belong to used queries.
         `values` are of the call, by name; see `PreparedAttention.attend`. Lengths of a cache have
         the new keys. `sizes` bound the lengths."""
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
@@ -220,7 +220,7 @@ class PackedCall:
     def make_tiles(
         self, values: dict[str, Any], sizes: PackedSizes, route: Route, prepared: Prepared
     ) -> Memory:
-        """Add what launches take for tiles with rows of one sequence; return the memory."""
+        """Add what launches take for one-sequence tiles; return the memory."""
         signature = self.signature
         batch, heads, total_q, total_k, _, most_keys = sizes
         tile_m, tile_n = signature.config.tile_m, signature.config.tile_n
@@ -277,7 +277,7 @@ class PackedCall:
 
 
 class EqualQueries(NamedTuple):
-    """How calls on a cache with equally many queries run: as packed ones."""
+    """How cache calls with equally many queries run: as packed ones."""
 
     packed: PackedCall
     sizes: PackedSizes  # the same in all calls

@@ -1,4 +1,4 @@
-"""The latest call with some options; a call like it is not described again.
+"""The latest call with some options; calls like it skip description.
 
 To describe its tensors takes a call most of its time. In a model, tensors of layers and steps
 differ only in addresses and, where rows are packed, in rows. `FastPath` compares a call's tensors
@@ -49,7 +49,7 @@ class FastPath(Generic[Outcome]):
         self.remembered: tuple[Callable[[Mapping], list[int] | None], Outcome] | None = None
 
     def find(self, values: Mapping[str, Any]) -> tuple[Outcome | None, Sequence[int]]:
-        """Return what the latest call led to, and addresses, if tensors are alike.
+        """Return the latest call's outcome, and addresses, if tensors are alike.
 
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
         """
@@ -70,7 +70,7 @@ class FastPath(Generic[Outcome]):
         outcome: Outcome,
         with_gradient: Collection[str] = (),  # tensors that may require grad
     ) -> None:
-        """Keep what a call led to, which has been described and found valid."""
+        """Keep what a call led to that was described and found valid."""
         self.misses += 1
         if self.misses > MOST_MISSES:
             self.remembered = None
@@ -91,7 +91,7 @@ class FastPath(Generic[Outcome]):
 def comparison(
     tensors: Mapping[str, torch.Tensor], alignments: Mapping[str, int], growing: Collection
 ) -> Callable[[Mapping], list[int] | None]:
-    """Return a function that compares tensors with these and returns addresses, or None.
+    """Return a function that compares tensors with these: addresses, or None.
 
     It keeps none of them. Arguments are as in `FastPath.remember`.
     """

@@ -25,7 +25,7 @@ ELEMENT_DTYPES = tuple(getattr(torch, name) for name in ELEMENT_TYPES)
 def functions_of(
     q: torch.Tensor | Operand, score: Score | None, mask: Mask | None
 ) -> tuple[UserFunctions, tuple[torch.Tensor, ...]]:
-    """What is compiled of the user's score and mask, checked, and their tensors."""
+    """Check the user's score and mask; return what is compiled, and tensors."""
     if score is not None:
         check_function("score", score, Score, q)
     if mask is not None:
@@ -65,7 +65,7 @@ def standard_scores(
 
 
 def check_function(name: str, instance: object, base: type, q: torch.Tensor | Operand) -> None:
-    """Raise unless it is an object of the user's that can be compiled."""
+    """Raise unless it is a user's object that can be compiled."""
     if not isinstance(instance, base):
         raise not_an_object(name, instance, base)
     check_class(type(instance), base, "score" if base is Score else "visible")
@@ -116,7 +116,7 @@ def dropout_mask(
     seqlen_q: int,
     seqlen_k: int,
 ) -> torch.Tensor:
-    """Return which weights a call with this seed keeps; for tests and for inspection.
+    """Return which weights a call with this seed keeps, for inspection.
 
     A weight's random number depends only on the seed, batch, head, query and key. So the mask of a
     call is part of the mask of a larger call. A packed sequence has the mask of its number in the

@@ -1,4 +1,4 @@
-"""What a tensor of a call is, and the checks that all calls share.
+"""What a call's tensor is, and the checks that calls share.
 
 The checks look at operands, so that their outcome can be remembered for repeated calls.
 """
@@ -102,7 +102,7 @@ class Operand(NamedTuple):
     def check_device(
         self, name: str, other_name: str, other: "Operand", or_cpu: bool = False
     ) -> None:
-        """Raise unless a tensor is where another one is, or perhaps on the CPU."""
+        """Raise unless a tensor is on another's device, or perhaps the CPU."""
         if self.device != other.device and not (or_cpu and self.device.type == "cpu"):
             also = ", or on the CPU" * or_cpu
             raise ValueError(
@@ -187,7 +187,7 @@ def describe(
 
 
 def describe_rare(name: str, tensor: torch.Tensor, alignment: int, has_backward: bool) -> Operand:
-    """`describe`, step by step, for what it does not see at a glance."""
+    """`describe`, step by step, for what it cannot see at once."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {kind_of(tensor)}")
     if tensor.requires_grad and not has_backward:
@@ -238,7 +238,7 @@ def overlaps_itself(operand: Operand) -> bool:
 # A call's buffers lie the same way again and again.
 @functools.lru_cache(maxsize=REMEMBERED)
 def share_bytes(first: Operand, second: Operand, distance: int) -> bool:
-    """Whether two tensors may share a byte; `second` begins `distance` bytes after `first`.
+    """Whether tensors may share a byte; `second` begins `distance` bytes after `first`.
 
     Byte ranges that do not meet share nothing. Where they meet, both tensors may step through one
     buffer together, as two caches do or the K and V of one allocation: then what lies within a step
@@ -313,7 +313,7 @@ def check_of_addresses(
 
 
 def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise if tensors that are written share memory with others of the call.
+    """Raise if written tensors share memory with others of the call.
     `tensors` are by name, and None where there is none."""
     present = {name: one for name, one in tensors.items() if one is not None}
     operands = tuple(map(operand_of, present.values()))
@@ -332,7 +332,7 @@ def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) ->
 
 
 def hide_all_keys(values: Mapping[str, Any]) -> None:
-    """Write o and lse of queries without keys: 0, and -inf or sinks.
+    """Write o and lse as without keys: 0, and -inf or sinks.
     Packed rows that are not used stay as they are. `values` are the call's, by name."""
     out, lse, sinks, ends = (values[name] for name in ("o", "lse", "sinks", "cu_seqlens_q"))
     is_used = None if ends is None else used_queries(len(out), ends, values["seqused_q"])

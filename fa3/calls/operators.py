@@ -364,7 +364,7 @@ def keep_operands(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor])
 
 
 def gradients_in_graphs(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple:
-    """The gradients of q, k, v and the sinks; nothing else has one."""
+    """The gradients of q, k, v and sinks; nothing else has one."""
     out, lse, *saved = ctx.saved_tensors
     count = len(ctx.names)
     named, mask_tensors = dict(zip(ctx.names, saved, strict=False)), saved[count:]
@@ -419,7 +419,7 @@ def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.T
 
 
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and sinks; an empty tensor without sinks.
+    """The gradients of q, k, v and sinks; empty without sinks.
     Takes the arguments of `fa3::backward`."""
     call = as_call(BACKWARD.defaults | arguments)
     q, k, v, out, lse = (call[name] for name in ("q", "k", "v", "out", "lse"))
@@ -459,7 +459,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def checked_problem(
     call: AttentionCall, options: Options
 ) -> Problem | tuple[AttentionSpec, Window]:
-    """Validate a call; return its problem, of packed sequences the spec and the window."""
+    """Validate a call; return its problem; if packed, spec and window."""
     check_tensors(call)
     return call.problem(options) if options.kind == DENSE else call.packed_spec(options)
 
@@ -502,7 +502,7 @@ def trace_attention(kind: str, passed: tuple, arguments: dict[str, Any]) -> Resu
 
 
 def make_differentiable(arguments: dict[str, Any]) -> None:
-    """Change arguments to what `fa3::attention` takes for a function that may have a gradient."""
+    """Change arguments to what `fa3::attention` takes with a possible gradient."""
     schedule, score, mask = arguments["schedule"], arguments["score"], arguments["mask"]
     if not (schedule is None or isinstance(schedule, str)):
         raise NotImplementedError(

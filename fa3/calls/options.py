@@ -248,7 +248,7 @@ def real(name: str, value: object) -> float:
 def by_either_name(
     name: str, value: Value | None, other_name: str, other: Value | None
 ) -> Value | None:
-    """An argument that goes by two names, of which a call uses one."""
+    """An argument with two names, of which a call uses one."""
     if other is None:
         return value
     if value is not None:
@@ -257,7 +257,7 @@ def by_either_name(
 
 
 def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
-    """The bounds of a window as plain integers; `check_window` looks at what they are."""
+    """A window's bounds as plain integers; `check_window` looks at their values."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
         if type(left) is type(right) is int:

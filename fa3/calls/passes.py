@@ -1,4 +1,4 @@
-"""The forward and the backward pass by themselves, with the arguments of FlashAttention-3.
+"""The forward and backward pass by themselves, with FlashAttention-3's arguments.
 
 Libraries for context parallelism call them block by block: they merge the outputs of blocks of
 keys, and give the backward pass of each block the output and the log-sum-exp of all of them.
@@ -133,7 +133,7 @@ def _flash_attn_forward(
     window_size_right: int = NO_BOUND,
     **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the output and the log-sum-exp by the public function that fits the arguments.
+    """Compute output and log-sum-exp by the public function that fits the arguments.
 
     With cu_seqlens_k that is `flash_attn_varlen_func`. With cu_seqlens_q alone, with seqused_k, or
     with arguments for a cache, it is `flash_attn_with_kvcache`, where seqused_k is called
@@ -309,7 +309,7 @@ def _flash_attn_backward(
     accumulate_dkv: bool = False,
     **arguments: Any,
 ) -> None:
-    """Write the gradients of q, k and v into dq, dk and dv.
+    """Write q's, k's and v's gradients into dq, dk and dv.
 
     FlashAttention-3's arguments of `fa3.flash_attn_backward`. FlashAttention-3 returns the row sums
     of dout * out; this function returns nothing.

@@ -1,4 +1,4 @@
-"""What calls of one description lead to: checked, planned, kernels loaded, and remembered.
+"""What calls of one description lead to: checked, planned, loaded, and remembered.
 
 Then a repeated call costs a look-up, the allocation of its outputs and the launches. Whatever the
 lengths of packed tensors are, nothing here depends on them.
@@ -90,7 +90,7 @@ class Scales:
         scale_k: torch.Tensor | None,
         scale_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """The `descales` of a launch: of keys, values and, if they are FP8, queries."""
+        """The `descales` of a launch: of keys, values and, if FP8, queries."""
         scales = scale_k, scale_v, *[scale_q] * self.has_fp8_q
         present = [scale for scale in scales if scale is not None]
         if len(present) == len(scales):
@@ -105,7 +105,7 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """What calls of a description lead to, whatever the lengths of packed tensors are."""
+    """What calls of a description lead to, whatever their packed lengths are."""
 
     description: AttentionCall
     # How they run, with a method `attend`; None if there is no key, or no query.
@@ -182,7 +182,7 @@ class PreparedAttention:
         longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
         returns_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append, and write out, or a new tensor; return it with the log-sum-exp.
+        """Append, write out or a new tensor; return it with log-sum-exp.
         `values` has all `TENSORS`, the int32 ones on q's device; `modifiers`, the tensors of the
         spec's scores, mask and sinks, `softmax_scale` and `dropout`."""
         q, out, ends_q = values["q"], values["out"], values["cu_seqlens_q"]
@@ -217,7 +217,7 @@ class PreparedAttention:
     def sizes(
         self, q: torch.Tensor, k: torch.Tensor, batch: int, longest: tuple[int, int] | None
     ) -> PackedSizes:
-        """What the host knows of the lengths of packed queries, and of their keys."""
+        """What the host knows of packed queries' and their keys' lengths."""
         total_q, heads, _ = q.shape
         if longest is None:
             total_k, longest_q, longest_k = 0, self.description.seqlen_q, self.description.capacity
@@ -304,7 +304,7 @@ def problem_posed_by(
 
 
 def posed_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
-    """A description of a tensor, or of a CPU tensor of this shape."""
+    """Describe a tensor, or a CPU tensor of this shape."""
     if isinstance(value, torch.Tensor):
         if dtype is not None:
             raise ValueError(
@@ -359,7 +359,7 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
 
 
 def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
-    """Load the kernels of a call on a cache; the fields of its `PreparedAttention`."""
+    """Load kernels of a call on a cache; return its `PreparedAttention`'s fields."""
     gpu_for_call(call.q.device, options.sm_margin)
     has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
     append, kernels, most = None, None, MOST_RAGGED_ROWS
@@ -387,7 +387,7 @@ arguments_of_append = itemgetter(*AppendArguments._fields)  # picks them from va
 
 @dataclass(frozen=True, slots=True)
 class PreparedAppend:
-    """Appends to the caches of calls of a description, and rotates their queries."""
+    """Appends to caches of calls of a description, and rotates their queries."""
 
     kernel: Callable
     query_step: int  # 1 if each query has a rotary position of its own, 0 if they share one
@@ -432,7 +432,7 @@ class PreparedAppend:
 
 
 def check_vectors(call: AttentionCall) -> None:
-    """Raise if the kernel that appends cannot count what it copies and turns."""
+    """Raise if the append kernel cannot count what it copies and turns."""
     for name, operand in (("k", call.k_new), ("q", call.q)):
         *rows, heads, _ = operand.shape
         if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:

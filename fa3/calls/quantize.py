@@ -46,7 +46,7 @@ def quantize(
     smooth_k: bool = False,
     hadamard: bool = False,
 ) -> Quantized:
-    """Round q, k and v to FP8 (e4m3); choose descales by sequence and head.
+    """Quantize q, k and v to FP8 (e4m3), by sequence and head.
 
     A descale is the largest magnitude that it stands for, divided by 448, the largest number in
     e4m3, in float32; at least 2**-40. Query heads of one key/value head share a descale. Runs on

@@ -37,7 +37,7 @@ from fa3.settings import check_settings
 
 
 class SchedulerMetadata(NamedTuple):
-    """What calls of one shape have in common, and how they are run.
+    """What calls of one shape have in common, and how they run.
 
     Attributes:
         seqlen_q: queries of a sequence; of packed ones the most.
@@ -256,7 +256,7 @@ def keys_in_cache(
     most_keys: int,
     most_new: int,
 ) -> list[int] | None:
-    """Keys of each sequence, new ones included; None if the host cannot see."""
+    """Each sequence's keys, new ones included; None if the host cannot see."""
     if not isinstance(lengths, torch.Tensor):
         length = integer("cache_seqlens", lengths, kind=LENGTHS)
         check_each("cache_seqlens", [length], LONGEST, "from 0 to {}")
@@ -289,7 +289,7 @@ def keys_in_cache(
 
 
 def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
-    """Raise unless tensors are int32 with an entry for each sequence or end."""
+    """Raise unless tensors are int32, one entry per sequence or end."""
     for name, tensor in tensors.items():
         if tensor is not None:
             operand = describe(name, tensor, 1)

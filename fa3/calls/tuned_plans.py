@@ -27,7 +27,7 @@ schedule, by `tuning_key`; both None for the decode kernel."""
 
 
 def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan | DecodePlan:
-    """Return the tuned plan of a dense call, or else the planner's choice.
+    """Return a dense call's tuned plan, or else the planner's choice.
     `pack_gqa` is as in `plan_dense`."""
     tuned = None if pack_gqa else tuned_plans(gpu.name).get(tuning_key(problem, gpu))
     if tuned is None or (pack_gqa is False and tuned[0] is None):
@@ -69,7 +69,7 @@ def keep_plan(plan: Plan | DecodePlan) -> None:
 
 
 def read_plans(gpu_name: str) -> dict[str, Any]:
-    """Return the plans on disk; warn about a file that cannot be used."""
+    """Return the plans on disk; warn about an unusable file."""
     try:
         path = plans_path(gpu_name)
     except RuntimeError:
@@ -86,5 +86,5 @@ def read_plans(gpu_name: str) -> dict[str, Any]:
 
 
 def plans_path(gpu_name: str) -> Path:
-    """Return the file for plans of a GPU, of this version of fa3."""
+    """Return this fa3 version's file for plans of a GPU."""
     return path_of(f"tuned plans of {gpu_name}").with_suffix(".plans")

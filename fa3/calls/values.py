@@ -37,7 +37,7 @@ PADDING = "from 0 to the sequence's length of {}"
 
 
 def is_visible(value: int | torch.Tensor) -> bool:
-    """Whether the host may read a tensor without waiting, or is told to."""
+    """Whether the host may read a tensor without waiting, or must."""
     return isinstance(value, int) or value.is_cpu or ASSERTIONS
 
 
@@ -60,7 +60,7 @@ def check_readable(what: str, tensor: torch.Tensor) -> None:
 
 
 def check_scores(values: Mapping[str, Any], scale: float) -> None:
-    """Raise if scores may be so large that the softmax loses them; for FA3_ASSERTIONS=1.
+    """Raise if scores may be too large for the softmax; for FA3_ASSERTIONS=1.
     `values` are of a call without a cache, by name; `scale` is the softmax scale."""
     q, k, (ends_q, ends_k, used_q, used_k) = values["q"], values["k"], lengths_of(values)
     check_readable("scores", q)
@@ -155,7 +155,7 @@ def check_numbers(
 def on_device(
     name: str, value: int | torch.Tensor | None, call: AttentionCall
 ) -> torch.Tensor | None:
-    """The value as a tensor on q's device; a number for each sequence."""
+    """The value as a tensor on q's device, a number per sequence."""
     device = call.q.device
     if isinstance(value, int):
         return torch.full((call.batch,), value, dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ def values_on_host(
 
 
 def check_values(call: AttentionCall, values: dict[str, list | None], query_step: int) -> None:
-    """Raise if a sequence is longer than its cache, or points outside of it.
+    """Raise if a sequence exceeds its cache, or points outside of it.
     `query_step` is 1 if each query has a rotary position of its own, 0 if they share one."""
     seqlens, counts = values["seqused_k"], values["counts"]
     leftpads, rows = values["leftpad"], values["batch_idx"]
@@ -230,7 +230,7 @@ def check_values(call: AttentionCall, values: dict[str, list | None], query_step
 
 
 def check_positions(call: AttentionCall, values: dict[str, list | None], query_step: int) -> None:
-    """Raise unless the rotary tables reach as far as keys and queries do."""
+    """Raise unless rotary tables reach as far as keys and queries do."""
     positions = call.rotary_cos.shape[0]
     turns = values["seqused_k" if call.rotary_seqlens is None else "rotary_seqlens"]
     if turns is None:
@@ -253,7 +253,7 @@ def check_positions(call: AttentionCall, values: dict[str, list | None], query_s
 
 
 def check_pages(call: AttentionCall, values: dict[str, list]) -> None:
-    """Raise unless the pages that sequences use exist, and none appends where tokens are."""
+    """Raise unless sequences' pages exist, and none appends where tokens are."""
     num_pages, page_size = call.k.shape[:2]
     rows = values["batch_idx"] or range(call.batch)
     leftpads = values["leftpad"] or [0] * call.batch

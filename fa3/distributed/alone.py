@@ -55,7 +55,7 @@ class KeyPart:
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
 
     def leaving_sms(self) -> "KeyPart":
-        """Return this part for a hop during which kernels of others wait for rows."""
+        """Return this part for a hop while others' kernels await rows."""
         margin = max(self.options.sm_margin, WAITING_SMS)
         return replace(self, options=self.options._replace(sm_margin=margin))
 
@@ -106,8 +106,8 @@ class KeyPart:
     def backward(
         self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True, dq: Tensor | None = None
     ) -> FourGradients:
-        """Return the gradients by `BackwardOperands`, with dq where it is given. The log-sum-exp
-        may be of more keys."""
+        """Return the gradients by `BackwardOperands`, with dq where it is given.
+        The log-sum-exp may be of more keys."""
         (slopes, sinks), (ends_q, ends_k, _) = modifiers, self.lengths or (None, None, None)
         slopes = self.slopes_of(slopes)
         operands = BackwardOperands(*self.without_batch(tensors))

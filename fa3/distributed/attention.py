@@ -158,7 +158,7 @@ def attend_over_ranks(
 def method_of(
     named: dict[str, Any], groups: tuple, seqlen: Any, is_packed: bool, compares: bool
 ) -> Hops | Ulysses:
-    """Check a call, on all ranks if they compare it; return what computes it.
+    """Check a call, on all ranks if `compares`; return what computes it.
     The first group has all ranks; there may be two more, of a mesh."""
     error: Exception | None = None
     try:
@@ -176,7 +176,7 @@ def method_of(
 
 
 def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
-    """Check arguments, by name; return what tensors are like, options, layout and method.
+    """Check named arguments; return tensors' descriptions, options, layout and method.
     The sizes are of groups as in `method_of`."""
     layout, method = named["layout"], named["method"]
     check_sequence_layout(layout)
@@ -226,7 +226,7 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def check_call(described: tuple[Operand, ...], sequences: int) -> None:
-    """Raise unless the tensors of a call with so many sequences fit together."""
+    """Raise unless the tensors fit together, for so many sequences."""
     q, k, v, *_ = described
     rows, key_rows = q.shape[1], k.shape[1]
     if key_rows != rows:

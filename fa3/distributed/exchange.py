@@ -88,7 +88,7 @@ class OverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run: Callable, run_back: Callable, *tensors: Tensor | None):
-        """Return what `run` returns, but for the last: tensors that `run_back` takes last."""
+        """Return what `run` returns except the last: tensors that `run_back` takes last."""
         *results, saved = run(*tensors)
         ctx.run_back = run_back
         ctx.save_for_backward(*saved)

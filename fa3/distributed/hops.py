@@ -1,4 +1,4 @@
-"""Gather and ring: keys come to each rank, in one hop or in several.
+"""Gather and ring: ranks get keys in one hop or in several.
 
 gather: each rank gets the keys that its rows see. A chunk of queries attends to the keys up to the
 last one it sees, which bottom-right alignment puts in their places. dK and dV go back in float32.
@@ -96,7 +96,7 @@ class Hops:
     def arrivals(
         self, k: Tensor, v: Tensor, step: int, kept: Sequence[Tensor] = ()
     ) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
-        """Yield each hop and its keys and values, which were kept or come now."""
+        """Yield each hop and its keys and values, kept or coming now."""
         # Copy engines want rows without gaps.
         hops, own, waits = self.hops[::step], (k.contiguous(), v.contiguous()), list[Callable]()
         pairs = [kept[i : i + 2] for i in range(0, len(kept), 2)][::step]
@@ -134,7 +134,7 @@ class Hops:
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
-        """Return the gradients: each part's with out and the log-sum-exp of all keys.
+        """Return the gradients, by out and the log-sum-exp of all keys.
         This rank's own keys come last, while gradients go back to other ranks."""
         merges = any(part.merges for hop in self.hops for part in hop.parts)
         dkv_dtype = self.dkv_dtype or saved[2].dtype
@@ -171,7 +171,7 @@ class Hops:
 
 
 def lse_of_rows(lses: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the log-sum-exp of all rows from the parts', each with its first row."""
+    """Return all rows' log-sum-exp from the parts', each with its first row."""
     parts = [lse for _, lse in sorted(lses, key=lambda one: one[0])]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
@@ -209,7 +209,7 @@ def added_up(terms: Terms, like: Tensor, total: int, kinds: Sequence) -> Sequenc
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention to more keys into out, float32, and its log-sum-exp, in place."""
+    """Merge attention to more keys into out, float32, and its log-sum-exp."""
     both = torch.logaddexp(lse, part_lse)
     # Where no key is seen, the difference is NaN.
     weight = (part_lse - both).exp_().nan_to_num_(0.0)
@@ -218,7 +218,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def gather(call: RankCall) -> Hops:
-    """Return this rank's own keys, and a hop of all others that are seen."""
+    """Return hops: this rank's own keys, and all others that it sees."""
     if call.ends:
         return packed_gather(call)
     rows = call.split.rows
@@ -226,7 +226,7 @@ def gather(call: RankCall) -> Hops:
 
 
 def ring(call: RankCall) -> Hops:
-    """Return a hop for each rank: this one, the one before, and so on."""
+    """Return a hop for each rank, from this one backwards."""
     split, part = call.split, call.part
     held = [tuple(together(one) or one[:1]) for one in split.chunks]
     steps = [tuple(held[i - step] for i in range(len(held))) for step in range(len(held))]
@@ -286,7 +286,7 @@ def keeps(call: RankCall) -> bool:
 
 
 def hops_of(call: RankCall, steps: list[Runs], keeps: bool = False) -> tuple[Hop, ...]:
-    """Return a hop for each step, in which ranks see runs of keys.
+    """Return a hop for each step, where ranks see key runs.
     Parts that see this rank's own keys only are in the first."""
     chunks, own, hops = call.split.chunks, list[KeyPart](), list[Hop]()
     for seen in steps:
@@ -312,7 +312,7 @@ def hop_of(
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:
-    """Return the rows of a run that see keys, these keys, and the window.
+    """Return a run's rows that see keys, these keys, and the window.
     Bottom-right alignment puts the last row at the last of the keys."""
     left, right = window
     begin = run.start if right < 0 else max(run.start, keys.start - right)
@@ -333,7 +333,7 @@ def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Wind
 def parts_of(
     held: tuple[range, ...], key_runs: tuple[range, ...], part: KeyPart
 ) -> tuple[list[KeyPart], list[KeyPart], tuple[range, ...]]:
-    """Return a rank's parts with its own keys, others, and keys that come.
+    """Return a rank's parts with own keys, others, and coming keys.
     The rank has these chunks and sees these runs of keys."""
     runs, own, others = with_begins(together(held) or held[:1]), list[KeyPart](), []
     wanted = []
@@ -367,7 +367,7 @@ def placed(rows: range, runs: list[tuple[range, int]]) -> slice | None:
 
 
 def with_joined(parts: list[KeyPart]) -> list[KeyPart]:
-    """Return parts, of which those that see all of neighbouring keys are one."""
+    """Return parts, with those joined that see all of neighbouring keys."""
     results = list[KeyPart]()
     for part in sorted(parts, key=lambda part: part.merges):
         last = results[-1] if results else part

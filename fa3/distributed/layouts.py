@@ -50,24 +50,24 @@ class SequenceLayout:
     """Whether the rows are of packed documents."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
-        """Return the chunks of each rank, in its order; some may be empty."""
+        """Return each rank's chunks, in its order; some may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define chunks(seqlen, num_ranks)")
 
     def split(self, seqlen: int, group: Group = None) -> Split:
-        """Return a sequence as it is split among the ranks of a group."""
+        """Return how a sequence is split among a group's ranks."""
         group = groups_of(group)[0]
         chunks = self.chunks(integer("seqlen", seqlen, 0), group.size())
         return Split(chunks, group, group.rank(), tuple(sum(map(len, x)) for x in chunks))
 
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
-        """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
+        """Return this rank's rows of a tensor that all ranks have; differentiable."""
         split = self.split(length_of(x, dim), group)
         chunks = split.chunks[split.rank]
         rows = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
         return torch.cat(rows or [x], dim)
 
     def unshard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
-        """Return the whole tensor from all ranks' rows; all ranks must call it.
+        """Return the whole tensor from all ranks' rows; all must call it.
 
         The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
 
@@ -98,7 +98,7 @@ class SequenceLayout:
     def positions(
         self, seqlen: int, group: Group = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """Return the positions of this rank's rows, for RoPE: (rows,), int64, on `device`.
+        """Return positions of this rank's rows, for RoPE: (rows,), int64, on `device`.
 
         Documents count from their own beginning.
         """
@@ -115,7 +115,7 @@ def length_of(x: Tensor, dim: int) -> int:
 
 
 def dealt(rows: range, shares: Sequence[int]) -> Runs:
-    """Return two chunks for each rank, with as many rows as its share.
+    """Return two chunks for each rank, with its share of rows.
     The first chunks follow each other, then the others in reverse. So under a causal mask a row is
     as much work on each rank."""
     lengths = [x - x // 2 for x in shares] + [x // 2 for x in shares[::-1]]
@@ -140,7 +140,7 @@ class Zigzag(SequenceLayout):
 
 @dataclass(frozen=True)
 class Contiguous(SequenceLayout):
-    """Rank r of n has chunk r of n: for full attention, short windows."""
+    """Rank r of n has chunk r: for full attention, short windows."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return the one chunk of each rank."""

@@ -1,4 +1,4 @@
-"""`plan`: the work, bytes and time of attention over ranks, predicted without a GPU."""
+"""`plan`: work, bytes and time of attention over ranks, predicted without GPUs."""
 
 import functools
 import math

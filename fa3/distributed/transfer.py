@@ -41,7 +41,7 @@ class RowExchange(NamedTuple):
         return RowExchange(rows, tuple(moves))
 
     def gradients(self) -> "RowExchange":
-        """Return how gradients of rows get back to other ranks, one move's after another's."""
+        """Return how rows' gradients get back to other ranks, move by move."""
         totals, moves = [0] * len(self.totals), []
         for source, target, rows, places in self.moves:
             if source != target:
@@ -52,7 +52,7 @@ class RowExchange(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
-    """Return how ranks that have these chunks get the rows that they want."""
+    """Return how ranks with these chunks get the rows they want."""
     moves = []
     for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
         for (chunk, row), (run, place) in product(with_begins(together(held)), with_begins(runs)):
@@ -263,7 +263,7 @@ class SharedMemory(NamedTuple):
     @classmethod
     @functools.cache  # on all ranks alike: sizes are powers of two, so they are few
     def of(cls, group: dist.ProcessGroup, number: int, size: int) -> "SharedMemory":
-        """Make one of so many bytes; transfers of one number and size share it."""
+        """Make one, which transfers of this number and size share."""
         from torch.distributed import _symmetric_memory as symmetric
 
         device = torch.device("cuda", torch.cuda.current_device())

@@ -60,7 +60,7 @@ class Ulysses:
     def backward(
         self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
-        """Return the gradients; copies of a key/value head have theirs added up in float32."""
+        """Return the gradients; key/value heads' copies have theirs added in float32."""
         if d_out is None and d_lse is not None:
             ((_, columns, kind),) = self.transfers["out"].kinds
             d_out = d_lse.new_zeros(*d_lse.mT.shape, columns, dtype=kind)

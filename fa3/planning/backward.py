@@ -364,7 +364,7 @@ class BackwardPlan(PlanBase):
 
     @property
     def is_long(self) -> bool:
-        """Whether sequences are so long that first stores of dQ cost more than zeros."""
+        """Whether sequences are so long that first stores cost more than zeros."""
         problem = self.problem
         return not self.is_ordered and problem.seqlen_k > most_keys_unzeroed(problem.window)
 
@@ -455,12 +455,12 @@ class BackwardPlan(PlanBase):
 
     @property
     def heads(self) -> int:
-        """Key/value heads of all sequences; sets of their query heads count as heads."""
+        """Key/value heads of all sequences; sets of query heads count as heads."""
         return self.problem.num_heads_kv * self.problem.batch * self.shares.head_parts
 
     @property
     def heads_per_group(self) -> int:
-        """Heads of a head group, whose Q, dO and dQ fit into L2.
+        """Heads of a head group: their Q, dO and dQ fit L2.
         So a head's tiles add to dQ at the same time. Sets of query heads count as heads. A few
         heads more or less make groups about equal, so that the last one is not small."""
         if self.shares.line_length is not None:
@@ -482,14 +482,14 @@ class BackwardPlan(PlanBase):
 
 
 def numbers_of_key_parts(num_parts: int, spec: AttentionSpec, config: BackwardConfig) -> int:
-    """float32 that the sums of dK and dV of so many parts take."""
+    """float32 numbers for sums of dK and dV of so many parts."""
     return num_parts * config.tile_n * (padded(spec.head_dim) + padded(spec.head_dim_v))
 
 
 def key_tiles_of(
     spec: AttentionSpec, config: BackwardConfig, sequence: Sequence, is_ordered: bool
 ) -> tuple[KeyTileWork, ...]:
-    """The key tiles of a head, in the order in which CTAs take them."""
+    """A head's key tiles, in the order in which CTAs take them."""
     tile_m, tile_n, band = config.tile_m, config.tile_n, spec.mask.band
     begins = range(0, sequence.seqlen_k, tile_n)
     visited = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
@@ -499,7 +499,7 @@ def key_tiles_of(
 
 
 def words_of_counters(groups: int) -> int:
-    """Counters of the backward kernel for these head groups, a multiple of 4."""
+    """The backward kernel's counters for these head groups, a multiple of 4."""
     return -(-place_of_group_flag(groups, 0) // QUAD) * QUAD
 
 
@@ -518,7 +518,7 @@ def fuses_preprocess(seqlen_k: float, window: Window) -> bool:
 
 
 def most_keys_unzeroed(window: Window) -> int:
-    """Most keys of a sequence for which the dQ accumulator is not zeroed."""
+    """Most keys of a sequence whose dQ accumulator is not zeroed."""
     return KEYS_UNZEROED if window.right == NO_BOUND else MORE_KEYS_UNZEROED
 
 
@@ -613,7 +613,7 @@ def shares_of_lengths(
     is_ordered: bool,
     num_sms: int,
 ) -> KeyShares:
-    """How CTAs share the key tiles of packed sequences, those with most blocks first."""
+    """How CTAs share packed sequences' key tiles, those with most blocks first."""
     config, tiles = choose_backward_config(spec), list[KeyTileWork]()
     for one, count in zip(sequences, counts, strict=True):
         tiles += count * key_tiles_of(spec, config, one, is_ordered)

@@ -36,12 +36,12 @@ AGAIN = "again"  # key in `Costs.call_us` of the second launch, which repeats ma
 
 
 def has_mask(spec: AttentionSpec) -> bool:
-    """Whether a spec has a causal or window mask: tiles differ in key blocks."""
+    """Whether a causal or window mask makes tiles differ in key blocks."""
     return bool(spec.mask.left or spec.mask.right)
 
 
 class TileKey(NamedTuple):
-    """What a tile's time depends on; the key of `Costs.tiles`. Head sizes are padded."""
+    """What a tile's time depends on: `Costs.tiles`' key. Head sizes are padded."""
 
     head_dim: int
     head_dim_v: int
@@ -82,11 +82,11 @@ class TileCosts(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the tile was measured on enough shapes to be compared with others."""
+        """Whether the tile was measured on enough shapes to compare with others."""
         return self.cells >= ENOUGH_CELLS
 
     def us(self, full, masked):
-        """Microseconds of tiles with `full` and `masked` key blocks, as numbers or arrays."""
+        """Microseconds of tiles with `full` and `masked` key blocks, numbers or arrays."""
         return self.tile_us + full * self.full_us + masked * self.masked_us
 
     def part_us_if(self, merges):
@@ -180,7 +180,7 @@ H100_BANDWIDTH = 3.35 / 4.8
 
 @functools.cache
 def shipped_costs(gpu_name: str) -> Costs:
-    """A GPU's parameters as they come with fa3: other Hopper GPUs use the H200's."""
+    """A GPU's parameters in fa3: other Hopper GPUs use the H200's."""
     costs = parse_costs(H200_COSTS.read_text())
     if gpu_name.startswith(costs.gpu):
         return costs

@@ -101,7 +101,7 @@ FULL = CacheLayout(has_seqlens=False)  # K and V of a dense call
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call; `capacity` is the most keys that a sequence may have."""
+    """Sizes of a call; `capacity` is the most keys of a sequence."""
 
     batch: int
     seqlen_q: int
@@ -144,7 +144,7 @@ class Sizes(NamedTuple):
             )
 
     def bounds(self, window: Window) -> Window:
-        """The window as kernels get it, always with a bound to the right.
+        """The window as kernels get it, always with a right bound.
         A bound to the left that hides nothing is left out. So calls with one query and with
         several, causal or not, have one kernel."""
         left, right = window.tighten(self.seqlen_q, self.capacity)
@@ -201,7 +201,7 @@ class DecodePlan(PlanBase):
         batch_invariant: bool = False,
         **kinds: Any,  # the fields from `is_packed` on
     ) -> "DecodePlan":
-        """Return the plan of dense calls whose K and V are a cache."""
+        """Return the plan of calls whose K and V are a cache."""
         plan = cls(problem, gpu, cache, NoSplit(), gpu.num_sms, **kinds)
         num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, plan.window, gpu.num_sms)
         options = num_splits, batch_invariant, plan.is_packed, plan.appends
@@ -233,7 +233,7 @@ class DecodePlan(PlanBase):
 
     @classmethod
     def if_possible(cls, problem: Problem, gpu: Gpu) -> "DecodePlan | None":
-        """The plan of a dense call; None if the kernel cannot run it."""
+        """A dense call's plan; None if the kernel cannot run it."""
         try:
             return cls.of_dense(problem, gpu)
         except (NotImplementedError, ValueError):
@@ -273,7 +273,7 @@ class DecodePlan(PlanBase):
 
     @property
     def merges_inside(self) -> bool:
-        """Whether the kernel that attends merges parts, so that no other is launched."""
+        """Whether the kernel that attends also merges: no other is launched."""
         if not isinstance(self.cut, StreamK):
             return isinstance(self.cut, CtaGroups)
         if self.overlaps_forward:
@@ -344,7 +344,7 @@ class DecodePlan(PlanBase):
 
     @property
     def is_measured(self) -> bool:
-        """Whether such calls were measured: one tile per head, sizes up to 128."""
+        """Whether such calls were measured: one-tile heads of sizes up to 128."""
         head_dim = max(self.problem.spec.head_dim, self.problem.spec.head_dim_v)
         return self.sizes.num_m_blocks == 1 and head_dim <= MEASURED_HEAD_DIM
 
@@ -447,7 +447,7 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
 
 
 def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
-    """Blocks of 64 FP8 keys, with stages that hold the bytes in flight."""
+    """Blocks of 64 FP8 keys, and stages for the bytes in flight."""
     block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     for ctas, q_stages, converted in FP8_TILINGS:
         empty = DecodeConfig(0, q_stages, ctas, converted)
@@ -540,7 +540,7 @@ def whole_tiles_suffice(
 def most_of_whole_tiles(
     sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
 ) -> tuple[int, int]:
-    """Most key blocks of a CTA with whole tiles, and of all CTAs."""
+    """With whole tiles: a CTA's most key blocks, and the call's total."""
     mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
     blocks = (
         mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))

@@ -89,7 +89,7 @@ def quantity(number: float, unit: str) -> str:
 
 
 def duration(us: float) -> str:
-    """A time in three digits or more: "12.3 us", "393.9 ms", "13.7 s"."""
+    """A time, three digits or more: "12.3 us", "393.9 ms", "13.7 s"."""
     if us >= 10_000_000:
         return f"{us / 1_000_000:,.1f} s"
     if us >= 10_000:
@@ -133,7 +133,7 @@ SCORES: dict[type, str] = {Softcap: "softcap", Alibi: "ALiBi"}
 
 
 def describe_kernel(kernel: Any) -> str:
-    """A kernel in one line: "forward, tile 128x128, list, bfloat16, head_dim 128, causal"."""
+    """A kernel in one line: `forward, tile 128x128, list, bfloat16, head_dim 128, causal`."""
     words: list[str]
     match kernel:
         case str():
@@ -234,7 +234,7 @@ def name_of_mask(mask: Any) -> str:
 
 
 def describe_config(config: ForwardConfig) -> str:
-    """A tiling in words, such as "128x80 in pairs of rows, fixed row max"."""
+    """A tiling in words, such as `128x80 in pairs of rows, fixed row max`."""
     text = f"{config.tile_m}x{config.tile_n}"
     if config.cluster > 1:
         text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"

@@ -60,7 +60,7 @@ MOST_UNITS = 1 << 20  # of a line; `KeyLine` multiplies a part's units in 32 bit
 
 
 class KeyShares(NamedTuple):
-    """How a key tile is shared: by `head_parts` times `block_parts` CTAs, or fewer."""
+    """How a key tile is shared: by `head_parts * block_parts` CTAs or fewer."""
 
     head_parts: int = 1
     block_parts: int = 1
@@ -75,11 +75,11 @@ class KeyShares(NamedTuple):
         return self.head_parts * self.block_parts
 
     def parts_of_set(self, after: int) -> int:
-        """Parts of a head set for a key tile that `after` others follow."""
+        """A head set's parts of a key tile that `after` others follow."""
         return parts_of_tile(self.block_parts, self.rise, after)
 
     def parts_of_all(self, count: int) -> int:
-        """Parts of a head set for all `count` key tiles of a sequence."""
+        """A head set's parts of all `count` key tiles of a sequence."""
         if self.parts_of_line is not None:
             return self.parts_of_line
         rising = min(count, RISE * self.block_parts // self.rise)  # all others have `block_parts`
@@ -112,7 +112,7 @@ class Waves(NamedTuple):
 
 
 def may_split(num_tiles: int, num_sms: int) -> bool:
-    """Whether key tiles of all heads are so few that splits may gain."""
+    """Whether all heads' key tiles are so few that splits may gain."""
     return may_have_parts(2 * num_tiles, num_sms)
 
 
@@ -160,7 +160,7 @@ def choose_shares(
     waits: bool,  # whether key tiles wait for one another: for their turn, or for a first store
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
 ) -> KeyShares:
-    """Choose how CTAs share key tiles, by the time until the last CTA ends."""
+    """Choose how CTAs share key tiles, by when the last CTA ends."""
     num_tiles = len(tiles) * heads
 
     def cost(shares: KeyShares) -> float:
@@ -182,7 +182,7 @@ def share_lines(
     fitting: int,  # query heads with Q, dO and dQ that fit into L2 together
     most_sets: int,
 ) -> KeyShares | None:
-    """How CTAs share key tiles by lines; None if there are too many."""
+    """How CTAs share key tiles by lines; None if too many."""
     fits = (n for n in range(1, group + 1) if group % n == 0 and n * fitting >= group)
     sets = next(fits, group)
     units, lines = [tile.blocks * (group // sets) for tile in tiles], heads * sets
@@ -214,7 +214,7 @@ def cuts_of_line(length: int, num_tiles: int, n_block: int, units: int) -> list[
 def time_of_lines(
     cuts: list[list[int]], units: list[int], lines: int, at_once: int, num_sms: int
 ) -> float:
-    """The time until the last CTA ends, in query blocks, where none waits."""
+    """When the last CTA ends, in query blocks, if none waits."""
     parts = []
     for n, begins in enumerate(cuts):
         ends = [*begins[1:], units[n]]

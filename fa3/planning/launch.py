@@ -24,7 +24,7 @@ class FromCall(str):
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan; plans list them in the order of running."""
+    """One kernel of a plan; plans list them in running order."""
 
     kernel: Any  # of `fa3.kernels`, what it is compiled for
     arguments: dict[str, Any]  # in order: what is `FromCall`, or what is the same in all calls
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of_parts(cls, num_slots: int, rows: int, head_dim_v: int) -> "Memory":
-        """Return the memory of so many parts of tiles of the forward kernel.
+        """Return the memory of so many tile parts of the forward kernel.
         `rows` are of a cluster's tile."""
         # The kernel wants a tensor also where no tile is split.
         num_counters = max(1, num_slots * rows // ROWS_OF_WARP)
@@ -104,7 +104,7 @@ class PlanBase:
 
 
 def launch_of_forward(kernel: Forward, window: Window, **named: Any) -> Launch:
-    """Return a launch of the forward kernel, which takes what it is compiled for."""
+    """Return a launch of the forward kernel, with the arguments it takes."""
     schedule: Any = kernel.schedule_type
     spec, cache = kernel.spec, kernel.cache
     takes = {

@@ -44,7 +44,7 @@ from fa3.settings import check_settings
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanBase):
-    """How one problem runs: the kernel's config, and the schedule its clusters walk.
+    """How one problem runs: the kernel's config, and its clusters' schedule.
 
     Attributes:
         is_arranged: whether the caller gave the order of the tiles.
@@ -125,7 +125,7 @@ class Plan(PlanBase):
         return TiledProblem(self.problem, self.gpu, self.config)
 
     def simulate(self) -> Timeline:
-        """Which SM works on which tile when, in microseconds, by the cost model."""
+        """Which SM has which tile when, in microseconds, by the cost model."""
         tiled = self.tiled
         costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
 
@@ -235,7 +235,7 @@ def scheduled_candidate(tiled: TiledProblem, schedule: Schedule) -> Candidate:
 def check_arguments(
     problem: Problem, gpu: Gpu, config: ForwardConfig | None, schedule: str | None
 ) -> None:
-    """Raise unless problem and GPU are valid, and the config can run it."""
+    """Raise unless problem and GPU are valid, and the config fits."""
     for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
@@ -304,7 +304,7 @@ def check_arguments(
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise TypeError unless a value is of a type; bools are no int."""
+    """Raise TypeError unless a value is a `kind`; bools are no int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
 
@@ -439,7 +439,7 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
 def candidates(
     problem: Problem, gpu: Gpu, tilings: list[ForwardConfig], schedules: Iterable[str]
 ) -> list[Candidate]:
-    """All candidates for a problem, with their predicted times; the choice of `TILINGS` first."""
+    """All candidates for a problem, with predicted times; `TILINGS`' choice first."""
     names = sorted(schedules, key=lambda name: name != TileList.name)
     compared = [
         one
@@ -469,7 +469,7 @@ def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
 
 
 def choose_candidate(compared: list[Candidate], least_margin: float = LEAST_MARGIN) -> Candidate:
-    """The fastest candidate, or the first if none is faster by the margin."""
+    """The fastest candidate; the first if none beats it by the margin."""
     first = compared[0]
 
     def is_faster(one: Candidate) -> bool:

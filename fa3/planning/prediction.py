@@ -69,7 +69,7 @@ def greedy_end(times: np.ndarray, lanes: int, level: float = 0.0) -> float:
 
 
 def tiles_before_last(count: int, lanes: int) -> int:
-    """Of so many segments, how many come before the last rounds, which are simulated.
+    """How many of `count` segments come before the last, simulated rounds.
     They count by their mean, since greedy assignment evens them out."""
     return max(0, count // lanes - EXACT_ROUNDS) * lanes
 
@@ -91,7 +91,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
-        """The load of given segments; the GPU holds `lanes` clusters at a time."""
+        """The load of segments; the GPU holds `lanes` clusters at once."""
         times = times_of(segments, tile)
         if segments.owner is None:
             head = tiles_before_last(len(times), lanes)
@@ -249,7 +249,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When and where every segment of a plan runs, from time 0 on.
+    """When and where a plan's segments run, from time 0 on.
 
     In a simulation a lane is what one cluster occupies: an SM or several. When there are more
     clusters than lanes, the next cluster starts on the first free lane, as on the GPU.
@@ -326,5 +326,5 @@ class Timeline:
 
     @property
     def balance(self) -> float:
-        """Mean work of a lane over the whole time; 1 is the best."""
+        """A lane's mean work over the whole time; 1 is the best."""
         return self.mean / self.us if self.us else 1.0

@@ -98,7 +98,7 @@ MOST_SHARED_TILE_ROWS = 1 << 28
 
 @dataclass(frozen=True)
 class Signature:
-    """What a route depends on besides lengths: calls that are repeated share it."""
+    """What a route depends on besides lengths: repeated calls share it."""
 
     call: str  # DENSE, PACKED or CACHE
     spec: AttentionSpec
@@ -149,7 +149,7 @@ class Signature:
 
     @cached_property
     def may_have_both(self) -> bool:
-        """Whether both kernels may have sequences. They would take SMs that are reserved."""
+        """Whether both kernels may have sequences. They would take reserved SMs."""
         if self.call != CACHE:
             return self.call == PACKED and self.may_decode
         is_free = self.may_split and not self.sm_margin
@@ -166,7 +166,7 @@ class Signature:
         return halved_tiling(self.shared_spec) if may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        """Return the plan for this many queries; for at most these if packed."""
+        """Return the plan for this many queries, at most if packed."""
         heads = self.heads_kv, self.heads_q // self.heads_kv
         problem = Problem(self.spec, self.batch, most_queries, self.capacity, *heads, self.window)
         layout = self.cache or CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
@@ -179,7 +179,7 @@ class Signature:
         )  # fmt: skip
 
     def route(self, sizes: "PackedSizes") -> "Route":
-        """`choose_route`, with the latest route kept: the layers of a model have equal sizes."""
+        """`choose_route`, with the latest kept: layers of a model have equal sizes."""
         latest = vars(self).get("latest")
         if latest is None or latest[0] != sizes:
             latest = vars(self)["latest"] = sizes, choose_route(self, sizes)
@@ -187,7 +187,7 @@ class Signature:
 
     @property
     def names(self) -> list[str]:
-        """The routes with kernels that packed keys may have, whatever the lengths are."""
+        """The routes with kernels that packed keys of any lengths may have."""
         shared = [SHARED] * (self.shared_tiling is not None)
         split = [SPLIT] * (self.may_split and self.can_split)
         return [FORWARD, *shared, *split, *[DECODE, BOTH] * self.may_decode]
@@ -219,7 +219,7 @@ class Signature:
 
     @property
     def can_split(self) -> bool:
-        """Whether tiles can be split: without functions of the user's and without dropout."""
+        """Whether tiles can be split: without users' functions and without dropout."""
         return not (self.spec.has_user_functions or self.spec.has_dropout)
 
     @property
@@ -484,7 +484,7 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
 
 
 def are_equal(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether all sequences surely have `max_seqlen_q` queries: not if rows of q are padded."""
+    """Whether all sequences surely have `max_seqlen_q` queries: not with padded q."""
     return sizes.total_q == sizes.batch * sizes.max_seqlen_q and not signature.has_used_q
 
 

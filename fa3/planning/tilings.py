@@ -1,4 +1,4 @@
-"""A problem cut into tiles, and the measured tilings (`TILINGS`) that the planner compares.
+"""A problem in tiles, and the measured `TILINGS` that the planner compares.
 
 Schedules, loads and predictions are made from a `TiledProblem`.
 """
@@ -273,7 +273,7 @@ def alternatives(spec: AttentionSpec) -> list[Tiling]:
 
 
 def general_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling for sequences of any length, in single CTAs, with the online softmax."""
+    """The tiling for any lengths, in single CTAs, with online softmax."""
     return replace(alternatives(spec)[-1].config, cluster_m=1)
 
 
