@@ -343,7 +343,7 @@ class LowSoftmax(OnlineSoftmax):
         # A little less than the slack, so that rounding hides no row that `follow` would raise.
         room = (self.slack - 2.0**-10) * cute.arch.rcp_approx(self.scale_log2)
         rows, outgrown = range(cute.size(scores, mode=[0])), cutlass.Boolean(False)
-        limits = [self.row_max[r] + room - (shifts[r] if shifts else 0.0) for r in rows]
+        limits = [self.row_max[r] + room - (0.0 if shifts is None else shifts[r]) for r in rows]
         bits = [float_bits(limit) for limit in limits]
         if cute.arch.vote_any_sync(cutlass.min(*bits) < 0):
             outgrown = OnlineSoftmax.outgrown(self, scores, shifts)
