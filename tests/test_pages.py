@@ -111,6 +111,15 @@ def test_the_start_page_has_pictures_and_links():
     assert [path for path in linked if not (ROOT / path).is_file()] == []
 
 
+@pytest.mark.parametrize("page", ["architecture", "backward", "extending", "kernels", "reading"])
+def test_names_of_code_exist(page):
+    files = [*ROOT.glob("fa3/**/*.*"), *ROOT.glob("*/*.py"), ROOT / "Makefile"]
+    code = " ".join(file.name + file.read_text() for file in files if file.suffix != ".pyc")
+    text = re.sub(r"^```.*?^```", "", (ROOT / f"docs/{page}.md").read_text(), flags=re.M | re.S)
+    names = {name for one in re.findall("`([^`]+)`", text) for name in re.findall(r"\w{3,}", one)}
+    assert sorted(names - set(re.findall(r"\w+", code))) == []
+
+
 def test_the_members_in_the_api_reference_exist():
     text = (ROOT / "docs/api.md").read_text()
     found = re.findall(

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,6 @@ def test_words_are_plain(page):
     assert page.name == "glossary.md" or words_in(prose(page)) == []
 
 
-def found_in(texts: Iterable[tuple[object, str]]) -> list[tuple[object, list[str]]]:
-    """Return where texts have words that are to be replaced, and which."""
-    return [(place, words) for place, text in texts if (words := words_in(text))]
-
-
 @pytest.mark.parametrize(
     ("kind", "known"),
     [(0, "Compute softmax(score(softmax_scale"), (1, "must be a torch.Tensor, got")],
@@ -119,7 +114,7 @@ def test_words_of_docstrings_and_messages_are_plain(kind, known):
         for line, text in texts_of(module)[kind]
     ]
     assert any(known in text for _, text in texts)
-    assert found_in(texts) == []
+    assert [(place, words) for place, text in texts if (words := words_in(text))] == []
 
 
 def test_first_lines_of_docstrings_are_short():
