@@ -37,8 +37,8 @@ from fa3.distributed import (
     zigzag,
 )
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.hops import Hop, Hops, parts_of
-from fa3.distributed.transfer import exchange_of
+from fa3.distributed.hops import Hop, Hops
+from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import Window
 
 SIZES = 1, 2, NUM_RANKS
@@ -59,9 +59,9 @@ OPTIONS = {
 DENSE_CALLS = list(product(METHODS, OPTIONS))
 
 LENGTHS = documents([0, 1, 1, 18, 20, 41])
-PACKED_METHODS = (LENGTHS, "gather"), (LENGTHS, "ulysses")
+PACKED_METHODS = [(LENGTHS, method) for method in METHODS]
 PACKED_OPTIONS = OPTIONS | {"short": {"window_size": (4, 0), "sinks": True}}
-PACKED_CALLS = list(product(("gather", "ulysses"), PACKED_OPTIONS))
+PACKED_CALLS = list(product(METHODS, PACKED_OPTIONS))
 FEW_KERNELS = "causal", "window", "sinks"
 """Options that are enough on GPUs, where each is several kernels to compile."""
 
@@ -190,6 +190,7 @@ IN_MESH = [
     (contiguous, "gather", "window"),
     (contiguous, "ring", "sinks"),
     (LENGTHS, "gather", "short"),
+    (LENGTHS, "ring", "causal"),
 ]
 
 
@@ -226,8 +227,7 @@ def test_what_a_mesh_refuses(ranks):
 def test_eight_ranks(tmp_path):
     """More than key/value heads, and chunks of two or three rows."""
     ranks = Ranks(tmp_path, 8)
-    calls = [(zigzag, method) for method in METHODS]
-    calls += [(LENGTHS, "gather"), (LENGTHS, "ulysses")]
+    calls = product((zigzag, LENGTHS), METHODS)
     try:
         for layout, method in calls:
             shape = (1, 41, 2, 8)
@@ -456,10 +456,6 @@ def test_a_call_like_an_earlier_one_is_not_prepared(ranks, method):
 
 WRONG_PACKED = {
     "layout": ({"layout": zigzag}, "ValueError: layout must be documents(cu_seqlens) for fl"),
-    "ring": (
-        {"method": "ring"},
-        "NotImplementedError: documents is not supported with method='ring'",
-    ),
     "shape": ({"q": (1, 41, 4, 16)}, "ValueError: q must have 3 dimensions"),
     "seqlen": ({"seqlen": 40}, "ValueError: seqlen must be 41, where cu_seqlens ends, got 40"),
 }
@@ -678,30 +674,21 @@ def test_tensors_may_be_slices_and_shared(ranks, method):
 def test_parts_bring_what_is_seen(layout, num_ranks):
     """All ranks of exchanges by themselves: rows that are numbers."""
     windows = (-1, 0), (-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2), (5, -1)
-    for seqlen, window in product((0, 1, 2, 7, 16, 33), windows):
+    for seqlen, window, by_ring in product((0, 1, 2, 7, 16, 33), windows, (False, True)):
         chunks = layout.chunks(seqlen, num_ranks)
         held = [torch.tensor([row for one in x for row in one]) for x in chunks]
-        ring = [
-            [
-                chunks[rank - step] if seqlen else chunks[rank - step][:1]
-                for rank in range(num_ranks)
-            ]
-            for step in range(num_ranks)
-        ]
-        for hops in ([[(range(seqlen),)] * num_ranks], ring):
-            seen = [[] for _ in range(seqlen)]
-            for runs in hops:
-                part = KeyPart(Options(Window(*window)), None, False)
-                ranks = [parts_of(*both, part) for both in zip(chunks, runs, strict=True)]
-                exchange = exchange_of(chunks, tuple(wanted for *_, wanted in ranks))
-                keys = moved_alone(exchange, held)
-                for rank, (own, others, _) in enumerate(ranks):
-                    add_seen(seen, own, held[rank], held[rank])
-                    add_seen(seen, others, held[rank], keys[rank])
-            for query, keys in enumerate(seen):
-                first = 0 if window[0] < 0 else max(query - window[0], 0)
-                last = seqlen if window[1] < 0 else min(query + window[1] + 1, seqlen)
-                assert sorted(keys) == list(range(first, last))
+        seen, pairs = [[] for _ in range(seqlen)], 0
+        part = KeyPart(Options(Window(*window)), None, False)
+        own, steps = steps_of(chunks, (), part, by_ring)
+        for keys, parts in ((held, own), *((moved_alone(x, held), parts) for x, parts in steps)):
+            for rank in range(num_ranks):
+                add_seen(seen, parts[rank], held[rank], keys[rank])
+                pairs += sum(map(pairs_of, parts[rank]))
+        assert pairs == sum(map(len, seen))
+        for query, keys in enumerate(seen):
+            first = 0 if window[0] < 0 else max(query - window[0], 0)
+            last = seqlen if window[1] < 0 else min(query + window[1] + 1, seqlen)
+            assert sorted(keys) == list(range(first, last))
 
 
 @pytest.mark.parametrize("margins", [[0], [2, 0], [2, 2, 2]])

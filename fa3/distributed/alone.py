@@ -1,7 +1,7 @@
 """Attention in this process: a rank's queries, and keys that are here."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -20,11 +20,6 @@ from fa3.reference.backward import BackwardOperands, Wanted
 FourGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v and the sinks. They may be float32, which autograd rounds."""
 
-Lengths = tuple[Tensor, Tensor, tuple[int, int]]
-"""cu_seqlens_q, cu_seqlens_k and the longest, as `fa3.flash_attn_varlen_func` takes them."""
-
-ALL = slice(None)
-
 WAITING_SMS = 2
 """SMs that a part leaves while rows are under way: kernels in which ranks meet run there."""
 
@@ -39,31 +34,26 @@ class KeyPart:
         is_alone: no other part has gradients of these keys.
         lengths: of packed sequences; their tensors have a batch of 1 all the same.
         documents: that the part is of, where each has slopes of its own.
-        attention, gradients: what is launched, after the first time.
+        attention, gradients: what is launched, after the first time; ends: of packed sequences.
     """
 
     options: Options
     softmax_scale: float | None
     deterministic: bool
-    rows: slice = field(default_factory=lambda: ALL)
-    keys: slice = field(default_factory=lambda: ALL)
+    rows: slice = field(default_factory=lambda: slice(None))
+    keys: Any = field(default_factory=lambda: slice(None))  # None while it is not known
     merges: bool = False
     is_alone: bool = False
-    lengths: Lengths | None = None
+    lengths: tuple[int, ...] | None = None
     documents: tuple[int, ...] = ()
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
+    ends: Tensor | None = field(default=None, init=False)
 
     def leaving_sms(self) -> "KeyPart":
         """Return this part for a hop while others' kernels await rows."""
         margin = max(self.options.sm_margin, WAITING_SMS)
         return replace(self, options=self.options._replace(sm_margin=margin))
-
-    def moved(self, rows: int, keys: int, document: int) -> "KeyPart":
-        """Return a document's part with so many rows and keys before it."""
-        at = slice(self.rows.start + rows, self.rows.stop + rows)
-        of_keys = slice(self.keys.start + keys, self.keys.stop + keys)
-        return replace(self, rows=at, keys=of_keys, documents=(document,))
 
     def without_batch(self, tensors: Iterable[Tensor | None]) -> Iterable:
         """Return tensors as the call takes them."""
@@ -80,23 +70,25 @@ class KeyPart:
         Tensors are q, k and v of the part alone, and out or None; modifiers alibi_slopes and
         sinks."""
         q, k, v, out = self.without_batch(tensors)
-        (slopes, sinks), (ends_q, ends_k, longest) = modifiers, self.lengths or (None, None, None)
-        slopes = self.slopes_of(slopes)
+        slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
         values = NO_VALUES | {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "sinks": sinks}
-        values["cu_seqlens_q"], values["cu_seqlens_k"] = ends_q, ends_k
+        if self.ends is None and self.lengths is not None:
+            self.ends = numbers_on(q.device, 0, *accumulate(self.lengths))
+        values["cu_seqlens_q"] = values["cu_seqlens_k"] = self.ends
         if self.attention is None:
-            self.prepare(values, longest)
+            self.prepare(values)
         values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks)
         values["dropout"], values["softmax_scale"] = None, self.gradients.softmax_scale
-        results: Any = self.attention.attend(values, longest, True)
+        results: Any = self.attention.attend(values, self.gradients.longest, True)
         return results if self.lengths is None else tuple(x[None] for x in results)
 
-    def prepare(self, values: dict[str, Any], longest: tuple[int, int] | None) -> None:
+    def prepare(self, values: dict[str, Any]) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
         call: Any = prepare_without_lengths(
             prepare_call, describe_tensors(values, self.options), self.options
         )
         scale = check_scale(self.softmax_scale, values["q"].shape[-1])
+        longest = None if self.lengths is None else (max(self.lengths, default=0),) * 2
         prepare = preparation_of(
             call.problem, gpu_for_call(values["q"].device, self.options.sm_margin)
         )
@@ -108,11 +100,11 @@ class KeyPart:
     ) -> FourGradients:
         """Return the gradients by `BackwardOperands`, with dq where it is given.
         The log-sum-exp may be of more keys."""
-        (slopes, sinks), (ends_q, ends_k, _) = modifiers, self.lengths or (None, None, None)
-        slopes = self.slopes_of(slopes)
+        slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
         operands = BackwardOperands(*self.without_batch(tensors))
         wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
-        read, lengths = modifier_tensors(slopes, (), sinks) or (), (ends_q, ends_k, None, None)
+        read = modifier_tensors(slopes, (), sinks) or ()
+        lengths = self.ends, self.ends, None, None
         grads: Any
         (target,) = self.without_batch([dq])
         *grads, d_sinks = self.gradients.gradients(operands, lengths, read, wanted, None, target)
@@ -127,9 +119,3 @@ def numbers_on(device: torch.device, *numbers: int) -> Tensor:
     """Return a tensor of numbers in int32."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32).to(device)
-
-
-def packed_lengths(device: torch.device, rows: Sequence[int], keys: Sequence[int]) -> Lengths:
-    """Return lengths of packed sequences with so many rows and keys."""
-    ends_q, ends_k = (numbers_on(device, 0, *accumulate(x)) for x in (rows, keys))
-    return ends_q, ends_k, (max(rows, default=0), max(keys, default=0))

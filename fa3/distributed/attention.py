@@ -24,7 +24,7 @@ from fa3.calls.options import (
 )
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
-from fa3.distributed.hops import Hops, gather, ring
+from fa3.distributed.hops import Hops, hops
 from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.planning import methods_for, plan
 from fa3.distributed.ulysses import Ulysses, ulysses
@@ -99,7 +99,7 @@ def flash_attn_varlen_func(
         q: (rows, heads_q, head_dim), bfloat16 or float16: the rows of this rank.
         k, v: (rows, heads_kv, head_dim or head_dim_v), the same rows.
         layout: `documents(cu_seqlens)`.
-        options: group, method and others as in `flash_attn_func`, but "ring" is not supported.
+        options: group, method and others as in `flash_attn_func`.
 
     Returns:
         as `flash_attn_func`, without the batch. It also raises the same errors.
@@ -214,7 +214,7 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     check_scale(named["softmax_scale"], 1)
     flag("return_lse", named["return_lse"])
     check_call(described, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
-    rest = q.shape[2], window, slopes is not None, is_packed
+    rest = q.shape[2], window, slopes is not None
     if len(sizes) > 1:
         if method == "ulysses":
             raise ValueError("method must be gather, ring or auto over a mesh of 2 dimensions")
@@ -255,13 +255,15 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
         numbers = seqlen, len(split.rows), heads, heads_kv, columns, columns_v
         named = {"window_size": window, "has_slopes": described[3] is not None}
         method = plan(layout, *numbers, **named).method
-    ends = layout.cu_seqlens if asked[0].kind == PACKED else ()
+    order: tuple[int, ...] = ()
+    if isinstance(layout, Documents):
+        order, split = layout.one_by_one(split)
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
-    of = RankCall(split, KeyPart(*asked), ends, batch, sizes, described[0].dtype, device)
-    bring_keys = ring if method == "ring" else gather
+    dtype = described[0].dtype
+    of = RankCall(split, KeyPart(*asked), order, batch, sizes, dtype, device, dtype)
     if method == "ulysses" or len(groups) > 1:
-        return ulysses(of, bring_keys, *groups[1:])
-    return bring_keys(of)
+        return ulysses(of, method == "ring", *groups[1:])
+    return hops(of, method == "ring")
 
 
 def without_rows(value: object) -> object:

@@ -1,6 +1,5 @@
 """What ranks send each other: rows, heads, arguments."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -54,33 +53,22 @@ class RankCall(NamedTuple):
     """A call over ranks, without what its tensors hold.
 
     Attributes:
-        part: with what is asked for; ends: of documents, or none.
-        sizes: heads and columns of q, k and v.
+        part: with what is asked for; order: numbers of documents, as ranks have them, or none.
+        sizes: heads and columns of q, k and v; dkv_dtype: of dK and dV.
     """
 
     split: Split
     part: KeyPart
-    ends: tuple[int, ...]
+    order: tuple[int, ...]
     batch: int
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
+    dkv_dtype: torch.dtype
 
     def transfer(self, exchange: RowExchange, kinds: Any, **options: Any) -> Transfer:
         """Return a transfer of tensors with these heads, columns and dtypes."""
         return Transfer(exchange, kinds, self.split.group, self.batch, self.device, **options)
-
-
-@functools.lru_cache(maxsize=64)
-def ranked_places(chunks: Runs, wanted: tuple[range, ...], device: torch.device) -> Tensor:
-    """Return where wanted rows of a sequence are among these chunks."""
-    with torch.inference_mode(False):
-        rows, places = (
-            torch.cat([torch.arange(0), *(torch.arange(x.start, x.stop) for x in runs)])
-            for runs in ([x for held in chunks for x in held], wanted)
-        )
-        order = rows.argsort()
-        return order[torch.searchsorted(rows[order], places)].to(device)
 
 
 class OverRanks(torch.autograd.Function):

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,8 @@ from torch import Tensor
 
 from fa3.calls.options import integer
 from fa3.complaints import shown
-from fa3.distributed.exchange import (
-    Group,
-    OverRanks,
-    Split,
-    agree_on_rows,
-    groups_of,
-    ranked_places,
-)
-from fa3.distributed.transfer import Runs
+from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, groups_of
+from fa3.distributed.transfer import Runs, with_begins
 
 
 def check_sequence_layout(layout: object) -> None:
@@ -45,9 +37,6 @@ class SequenceLayout:
 
     cu_seqlens: tuple[int, ...] = (0,)
     """Where positions begin again."""
-
-    is_packed: ClassVar[bool] = False
-    """Whether the rows are of packed documents."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return each rank's chunks, in its order; some may be empty."""
@@ -85,8 +74,11 @@ class SequenceLayout:
             sent = F.pad(rows, padding)
             parts = [torch.empty_like(sent) for _ in split.rows]
             dist.all_gather(parts, sent, group)
-            by_rank = torch.cat([x[:n] for x, n in zip(parts, split.rows, strict=True)])
-            return by_rank[ranked_places(split.chunks, (range(len(by_rank)),), x.device)], ()
+            whole = rows.new_empty(sum(split.rows), *rows.shape[1:])
+            for part, chunks in zip(parts, split.chunks, strict=True):
+                for chunk, begin in with_begins(chunks):
+                    whole[chunk.start : chunk.stop] = part[begin : begin + len(chunk)]
+            return whole, ()
 
         def run_back(gradient: Tensor) -> tuple[Tensor]:
             dist.all_reduce(gradient := gradient.float().contiguous(), group=group)
@@ -161,7 +153,6 @@ class Documents(SequenceLayout):
     """
 
     cu_seqlens: tuple[int, ...]
-    is_packed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         lengths: Iterable = self.cu_seqlens
@@ -170,21 +161,40 @@ class Documents(SequenceLayout):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
         object.__setattr__(self, "cu_seqlens", ends)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - a value that holds no tensors
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
         """Return two chunks of each document for each rank; whole documents first."""
         if seqlen != self.cu_seqlens[-1]:
             raise ValueError(
                 f"seqlen must be {self.cu_seqlens[-1]}, where cu_seqlens ends, got {seqlen}"
             )
-        documents = [range(*ends) for ends in pairwise(self.cu_seqlens)]
-        documents.sort(key=len, reverse=True)
-        lengths, num_cut = list(map(len, documents)), 0
+        order, shares = self.shares(num_ranks)
+        return chunks_of([self.cu_seqlens[i] for i in order], shares, num_ranks)
+
+    def one_by_one(self, split: Split) -> tuple[tuple[int, ...], Split]:
+        """Return the documents' numbers, and a split of them in the order that ranks have."""
+        order, shares = self.shares(len(split.rows))
+        begins = accumulate(map(sum, shares), initial=0)
+        return tuple(order), split._replace(chunks=chunks_of(begins, shares, len(split.rows)))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a value that holds no tensors
+    def shares(self, num_ranks: int) -> tuple[list[int], list[list[int]]]:
+        """Return documents in the order in which ranks have them, and each rank's rows of them.
+        Whole documents of a rank follow each other."""
+        documents = sorted(
+            enumerate(y - x for x, y in pairwise(self.cu_seqlens)), key=lambda one: -one[1]
+        )
+        lengths, num_cut = [length for _, length in documents], 0
         while (shares := shares_of(lengths, num_cut, num_ranks)) is None:
             num_cut = min(len(lengths), num_cut + 1 + num_cut // 4)
-        order = [*range(num_cut, len(lengths)), *range(num_cut)]
-        chunks = [dealt(documents[i], shares[i]) for i in order]
-        return tuple(tuple(x for one in chunks for x in one[rank]) for rank in range(num_ranks))
+        wholes = sorted(range(num_cut, len(lengths)), key=lambda i: shares[i].index(max(shares[i])))
+        order = [*wholes, *range(num_cut)]
+        return [documents[i][0] for i in order], [shares[i] for i in order]
+
+
+def chunks_of(begins: Iterable[int], shares: list[list[int]], num_ranks: int) -> Runs:
+    """Return each rank's chunks of documents that begin there."""
+    dealt_out = [dealt(range(x, x + sum(y)), y) for x, y in zip(begins, shares, strict=False)]
+    return tuple(tuple(x for one in dealt_out for x in one[rank]) for rank in range(num_ranks))
 
 
 def shares_of(lengths: list[int], num_cut: int, num_ranks: int) -> list[list[int]] | None:

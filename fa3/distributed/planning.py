@@ -3,13 +3,14 @@
 import functools
 import math
 from dataclasses import dataclass
+from itertools import chain
 
-import torch
-
-from fa3.calls.options import as_pair, check_window, integer, real
+from fa3.calls.options import Options, as_pair, check_window, integer, real
 from fa3.complaints import shown
-from fa3.distributed.layouts import SequenceLayout, check_sequence_layout
-from fa3.distributed.transfer import shares_of_documents
+from fa3.distributed.alone import KeyPart
+from fa3.distributed.hops import keeps_keys
+from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
+from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import NO_BOUND, Window
 
 AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
@@ -22,7 +23,7 @@ class RankPlan:
     Attributes:
         pairs: of a query and a key that it sees, for each rank, in all query heads together.
         tflop, compute_us: of the rank with most work.
-        received_mib: by each rank; exposed_us: waiting for it, where no computation hides it.
+        received_mib: by the rank that gets most; exposed_us: waiting, where nothing is computed.
         efficiency: the time of one rank alone, over the ranks' time together.
     """
 
@@ -81,67 +82,53 @@ def plan(
     window = check_window(as_pair(window_size), causal)
     if heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
-    methods = methods_for(method, num_ranks, heads_q, window, has_slopes, layout.is_packed)
-    pairs = tuple(heads_q * x for x in count_pairs(layout, seqlen, num_ranks, window))
-    columns, others = head_dim + (head_dim_v or head_dim), (num_ranks - 1) / num_ranks
-    kv, qo = (2 * seqlen * heads * columns / 2**20 for heads in (heads_kv, heads_q))
-    # Keys of whole documents stay where they are.
-    documents = shares_of_documents(layout.chunks(seqlen, num_ranks)) if layout.is_packed else ()
-    cut = sum(sum(x) for x in documents if max(x) < sum(x)) / max(seqlen, 1) if documents else 1
-    copies = math.lcm(heads_kv, num_ranks) // heads_kv
-    sent = qo + copies * kv, qo + copies * kv * (1 + (copies > 1))
+    methods = methods_for(method, num_ranks, heads_q, window, has_slopes)
+    chunks = layout.chunks(seqlen, num_ranks)
+    order = tuple(layout.shares(num_ranks)[0]) if isinstance(layout, Documents) else ()
+    part = KeyPart(Options(window, has_gradient=True), None, False)
+    columns, copies = head_dim + (head_dim_v or head_dim), math.lcm(heads_kv, num_ranks) // heads_kv
     plans = []
     for name in methods:
-        # dK and dV are float32, but for Ulysses where no key/value head is there twice.
-        shares, received = pairs, (kv * others * cut, 3 * kv * others * cut)
+        own, steps = steps_of(chunks, order, part, name == "ring")
+        parts = [list(chain(*x)) for x in zip(own, *(step.parts for step in steps), strict=True)]
+        shares = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
+        alone = sum(shares)
+        rows = sum(step.exchange.most_received() for step in steps)
+        # K and V come again unless they are kept. dK and dV are float32.
+        again = 2 if keeps_keys(part, num_ranks, heads_q, heads_kv) else 3
+        sent: tuple[float, ...] = (heads_kv * rows, again * heads_kv * rows)
         if name == "ulysses":
-            shares = (sum(pairs) // num_ranks,) * num_ranks
-            received = sent[0] * others / num_ranks, sent[1] * others / num_ranks
+            shares = (alone // num_ranks,) * num_ranks
+            heads = heads_q + copies * heads_kv, heads_q + copies * heads_kv * (1 + (copies > 1))
+            sent = tuple(x * seqlen * (num_ranks - 1) / num_ranks**2 for x in heads)
+        received = tuple(2 * columns * x / 2**20 for x in sent)
         tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
         compute = tuple(x / tflops * 1e6 for x in tflop)
         exposed = tuple(x * 2**20 / gbps / 1e3 for x in received)
         if name == "ring":
             # Ranks compute while hops are under way, but for the last one of dK and dV.
             exposed = 0.0, 2 * exposed[0] / max(num_ranks - 1, 1)
-        alone = sum(compute) * sum(pairs) / max(*shares, 1)
-        efficiency = alone / num_ranks / max(sum(compute) + sum(exposed), 1e-9)
+        efficiency = sum(compute) * alone / max(*shares, 1) / num_ranks
+        efficiency /= max(sum(compute) + sum(exposed), 1e-9)
         plans.append(RankPlan(name, layout, shares, tflop, received, compute, exposed, efficiency))
     return max(plans, key=lambda one: one.efficiency)
 
 
-def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Window) -> list[int]:
-    """Return the visible pairs of queries and keys, for each rank."""
-    ends = torch.tensor(layout.cu_seqlens if layout.is_packed else (0, seqlen))
-    rows = torch.arange(seqlen)
-    document = torch.searchsorted(ends, rows, right=True)
-    first, last = ends[document - 1], ends[document] - 1
-    if window.left >= 0:
-        first = torch.maximum(first, rows - window.left)
-    if window.right >= 0:
-        last = torch.minimum(last, rows + window.right)
-    chunks, pairs = layout.chunks(seqlen, num_ranks), last - first + 1
-    return [sum(int(pairs[x.start : x.stop].sum()) for x in held) for held in chunks]
-
-
 def methods_for(
-    method: str, num_ranks: int, heads_q: int, window: Window, has_slopes: bool, is_packed: bool
+    method: str, num_ranks: int, heads_q: int, window: Window, has_slopes: bool
 ) -> list[str]:
     """Return the methods that suit a call, or raise."""
-    refused = {"gather": "", "ring": "alibi_slopes" if has_slopes else "", "ulysses": ""}
-    if is_packed:
-        refused["ring"] = "documents"
-    if window.right != 0:  # keys after a query are seen
-        refused["gather"] = "alibi_slopes" * has_slopes
-    if method not in (accepted := ("auto", *refused)):
+    if method not in (accepted := ("auto", "gather", "ring", "ulysses")):
         raise ValueError(f"method must be one of {accepted}, got {shown(method)}")
     names = AUTO if method == "auto" else (method,)
-    suited = [name for name in names if not refused[name]]
+    # Slopes count positions from the last key: it must be the query's, or the last of all.
+    suits = {"gather": window.right == 0 or not has_slopes, "ring": not has_slopes}
+    suited = [name for name in names if suits.get(name, True)]
     if methods := [name for name in suited if name != "ulysses" or heads_q % num_ranks == 0]:
         return methods
     if suited:
         raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks, got {heads_q}")
     when = " where keys after a query are seen" if names[0] == "gather" else ""
     raise NotImplementedError(
-        f"{refused[names[0]]} is not supported with method={names[0]!r}{when}: pass "
-        "method='ulysses'"
+        f"alibi_slopes is not supported with method={names[0]!r}{when}: pass method='ulysses'"
     )

@@ -10,7 +10,7 @@ import math
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
+Placed = list[tuple[range, int]]  # runs of rows, each with the number of rows before it
 
 
 class Move(NamedTuple):
@@ -49,6 +50,13 @@ class RowExchange(NamedTuple):
                 moves.append(Move(target, source, places, slice(begin, totals[source])))
         return RowExchange(tuple(totals), tuple(moves))
 
+    def most_received(self) -> int:
+        """Return the most rows that a rank gets from others."""
+        rows = [0] * len(self.totals)
+        for source, target, at, _ in self.moves:
+            rows[target] += (source != target) * (at.stop - at.start)
+        return max(rows)
+
 
 @functools.lru_cache(maxsize=64)
 def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
@@ -64,13 +72,6 @@ def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
     return RowExchange(tuple(sum(map(len, runs)) for runs in wanted), tuple(moves))
 
 
-def everything_of(rows: tuple[int, ...]) -> RowExchange:
-    """Return how each rank gets all rows, in the order of ranks."""
-    ends = list(accumulate(rows, initial=0))
-    each = tuple((range(*pair),) for pair in pairwise(ends))
-    return exchange_of(each, ((range(ends[-1]),),) * len(rows))
-
-
 def together(runs: Iterable[range]) -> tuple[range, ...]:
     """Return runs, joined where they touch or overlap."""
     results: list[range] = []
@@ -81,16 +82,9 @@ def together(runs: Iterable[range]) -> tuple[range, ...]:
     return tuple(results)
 
 
-def shares_of_documents(chunks: Runs) -> list[list[int]]:
-    """Return each rank's rows of each document, which has two chunks."""
-    firsts = range(0, len(chunks[0]), 2)
-    return [[sum(map(len, held[i : i + 2])) for held in chunks] for i in firsts]
-
-
-def with_begins(runs: Iterable[range]) -> list[tuple[range, int]]:
-    """Return runs, each with the number of rows before it."""
-    runs = tuple(runs)
-    return list(zip(runs, accumulate(map(len, runs), initial=0), strict=False))
+def with_begins(runs: Sequence[range], first: int = 0) -> Placed:
+    """Return runs, each with the number of rows before it, of which `first` are of no run."""
+    return list(zip(runs, accumulate(map(len, runs), initial=first), strict=False))
 
 
 @dataclass
@@ -105,7 +99,6 @@ class Transfer:
             need not wait for the last one before it copies.
         heads: "split" if each rank gets its share of the heads that leave, "join" if it gets a
             share from each rank, or "all".
-        before, after: orders of the rows that leave, and of the rows that came; or None.
     """
 
     exchange: RowExchange
@@ -116,8 +109,6 @@ class Transfer:
     number: int
     is_free: bool = False
     heads: str = "all"
-    before: Tensor | None = None
-    after: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Of each piece of a tensor the tensor's number, where its rows are, where they come, and
@@ -148,10 +139,8 @@ class Transfer:
     def start(self, tensors: Sequence[Tensor], meets: bool = False) -> Callable[[], list[Tensor]]:
         """Begin after the current stream's work; return what waits for tensors.
         It returns the tensors that come. In shared memory they are there until it is written again,
-        unless they are joined or put in order. If the current stream meets the other ranks', too,
-        kernels that follow cannot keep them waiting on SMs that they have taken."""
-        if self.before is not None:
-            tensors = [x.index_select(1, self.before) for x in tensors]
+        unless they are joined. If the current stream meets the other ranks', too, kernels that
+        follow cannot keep them waiting on SMs that they have taken."""
         if self.in_shared_memory:
             wait, places = self.push(tensors, meets), self.own_places
         else:
@@ -161,8 +150,6 @@ class Transfer:
             places = [results[i][there] for i, _, there, _ in self.own]
         if places:
             torch._foreach_copy_(places, [tensors[i][here] for i, here, *_ in self.own])
-        if (after := self.after) is not None:
-            return lambda: [x.index_select(1, after) for x in wait()]
         return wait if self.heads != "join" else lambda: [torch.cat([*x], 2) for x in wait()]
 
     def send(self, tensors: Sequence[Tensor], results: list[Tensor]) -> Callable[[], list[Tensor]]:

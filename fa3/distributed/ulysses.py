@@ -4,8 +4,7 @@ Source: Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa3.distributed.alone import FourGradients
-from fa3.distributed.exchange import RankCall, Split, ranked_places
-from fa3.distributed.hops import Hops, whole_of
-from fa3.distributed.transfer import Transfer, everything_of, exchange_of, together
+from fa3.distributed.exchange import RankCall, Split
+from fa3.distributed.hops import Hops, hops
+from fa3.distributed.steps import whole_of
+from fa3.distributed.transfer import Transfer, exchange_of, together
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ class Ulysses:
         return dq, dk, dv, d_sinks
 
 
-def ulysses(
-    call: RankCall, bring_keys: Callable[[RankCall], Hops], *groups: dist.ProcessGroup
-) -> Ulysses:
+def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysses:
     """Return what computes a call by Ulysses.
     With two groups, ranks of the second one exchange heads. Gather or ring brings keys over the
     ranks of the first one."""
@@ -94,8 +92,7 @@ def ulysses(
     number, near = split.rank // count, slice(split.rank - rank, split.rank - rank + count)
     mine = Split(split.chunks[near], group, rank, split.rows[near])
     copies = math.lcm(heads_kv, count) // heads_kv
-    wanted = (together(wholes[number]),) * count
-    there = everything_of(mine.rows) if call.ends else exchange_of(mine.chunks, wanted)
+    there = exchange_of(mine.chunks, (together(wholes[number]),) * count)
     dkv_dtype = torch.float32 if copies > 1 else call.dtype
     heads, heads_kv = heads // count, heads_kv * copies // count
 
@@ -110,15 +107,12 @@ def ulysses(
     to_heads = {"qkv": kinds(call.dtype), "d_out": [out], "d_out, d_lse": [out, lse]}
     to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(dkv_dtype)}
     here, back = call._replace(split=mine), there.back(mine.rows)
-    # Documents come by ranks, with few copies, and are put in order then.
-    order = ranked_places(mine.chunks, wholes[number], call.device) if call.ends else None
-    by_rank = None if order is None else order.argsort()
-    split_heads: Any = {"number": 0, "heads": "split", "after": order}
-    join_heads: Any = {"number": 1, "heads": "join", "before": by_rank, "is_free": True}
+    split_heads: Any = {"number": 0, "heads": "split"}
+    join_heads: Any = {"number": 1, "heads": "join", "is_free": True}
     transfers = {name: here.transfer(there, x, **split_heads) for name, x in to_heads.items()}
     transfers |= {name: here.transfer(back, x, **join_heads) for name, x in to_rows.items()}
     rows, sizes = tuple(sum(map(len, x)) for x in wholes), tuple(x[:2] for x in kinds(dkv_dtype))
-    inside = bring_keys(call._replace(split=Split(wholes, outside, number, rows), sizes=sizes))
-    is_shared = transfers["qkv"].in_shared_memory and not call.ends
-    is_shared = is_shared and call.part.options.has_gradient
-    return Ulysses(count, rank, replace(inside, dkv_dtype=dkv_dtype), copies, transfers, is_shared)
+    outer = Split(wholes, outside, number, rows)
+    inside = hops(call._replace(split=outer, sizes=sizes, dkv_dtype=dkv_dtype), by_ring)
+    is_shared = transfers["qkv"].in_shared_memory and call.part.options.has_gradient
+    return Ulysses(count, rank, inside, copies, transfers, is_shared)
