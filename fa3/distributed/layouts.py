@@ -171,14 +171,14 @@ class Documents(SequenceLayout):
         return chunks_of([self.cu_seqlens[i] for i in order], shares, num_ranks)
 
     def one_by_one(self, split: Split) -> tuple[tuple[int, ...], Split]:
-        """Return the documents' numbers, and a split of them in the order that ranks have."""
+        """Return documents' numbers and split, in the order that ranks have."""
         order, shares = self.shares(len(split.rows))
         begins = accumulate(map(sum, shares), initial=0)
         return tuple(order), split._replace(chunks=chunks_of(begins, shares, len(split.rows)))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a value that holds no tensors
     def shares(self, num_ranks: int) -> tuple[list[int], list[list[int]]]:
-        """Return documents in the order in which ranks have them, and each rank's rows of them.
+        """Return documents in the ranks' order, and each rank's rows of them.
         Whole documents of a rank follow each other."""
         documents = sorted(
             enumerate(y - x for x, y in pairwise(self.cu_seqlens)), key=lambda one: -one[1]

@@ -1,4 +1,4 @@
-"""Which rows attend to which keys, and in what order, on all ranks.
+"""Which rows attend to which keys, in what order, on all ranks.
 
 gather: each rank gets the keys that its rows see. A chunk of queries attends to the keys up to the
 last one it sees, which bottom-right alignment puts in their places.
@@ -37,7 +37,7 @@ class KeyStep(NamedTuple):
 def steps_of(
     chunks: Runs, order: tuple[int, ...], part: KeyPart, by_ring: bool
 ) -> tuple[list[list[KeyPart]], list[KeyStep]]:
-    """Return parts of each rank with keys that it has, and steps in which others come.
+    """Return each rank's parts with its own keys, and steps with others'.
     Whole documents are one packed part. Each one that is cut is a sequence of its own. The order
     has the documents' numbers; it is empty for a sequence without documents."""
     documents = [[held[i : i + 2] for held in chunks] for i in range(0, len(chunks[0]), 2)]
@@ -86,7 +86,7 @@ class CutDocument(NamedTuple):
     held: list[Placed]
 
     def parts(self, rank: int, source: int | None) -> Iterator[tuple[range, KeyPart]]:
-        """Yield parts of a rank that see keys of a rank, or of all, and these keys.
+        """Yield a rank's parts with keys of a rank, or all, and these.
         Parts have places of keys that are on the rank."""
         runs, window = self.held[rank], self.part.options.window
         key_runs = [self.whole] if source is None else [run for run, _ in self.held[source]]
@@ -154,7 +154,7 @@ def with_joined(parts: Iterable[KeyPart]) -> list[KeyPart]:
 
 
 def pairs_of(part: KeyPart) -> int:
-    """Return how many pairs of a query and a key that it sees a part has."""
+    """Return how many pairs of a query and a key a part has."""
     (left, right), rows, keys = part.options.window, part.rows, part.keys
     lengths, pairs = part.lengths, 0
     sizes = [(rows.stop - rows.start, keys.stop - keys.start)]

@@ -83,7 +83,7 @@ def together(runs: Iterable[range]) -> tuple[range, ...]:
 
 
 def with_begins(runs: Sequence[range], first: int = 0) -> Placed:
-    """Return runs, each with the number of rows before it, of which `first` are of no run."""
+    """Return runs, each with the rows before it, from `first` on."""
     return list(zip(runs, accumulate(map(len, runs), initial=first), strict=False))
 
 
