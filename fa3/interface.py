@@ -46,11 +46,11 @@ def install(force: bool = False) -> None:
         RuntimeError: another module of this name is imported, and force is False.
     """
     force = flag("force", force)
-    this, other = sys.modules[__name__], sys.modules.get(NAME)
-    if other not in (None, this) and not force:
-        place = getattr(other, "__file__", None) or "memory"
+    ours, present = sys.modules[__name__], sys.modules.get(NAME)
+    if present not in (None, ours) and not force:
+        place = getattr(present, "__file__", None) or "memory"
         raise RuntimeError(
             f"{NAME} is imported already, from {place}: call fa3.interface.install() before, or "
             "install(force=True) to replace it for what is imported from now on"
         )
-    sys.modules[NAME] = this
+    sys.modules[NAME] = ours

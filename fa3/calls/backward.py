@@ -334,15 +334,15 @@ class DifferentiableAttention(torch.autograd.Function):
             dropout = dropout._replace(rng_state=saved[0])
         lengths, tensors, needed = saved[1:5], tuple(saved[10:]), ctx.needs_input_grad
         operands = BackwardOperands(*saved[5:10], d_out, d_lse)
-        given = operands, lengths, tensors, Wanted(*needed[1:4], any(needed[4:])), dropout
+        arguments = operands, lengths, tensors, Wanted(*needed[1:4], any(needed[4:])), dropout
         # This refuses second derivatives (`create_graph`). If gradients are not recorded, there is
         # no second derivative to refuse, and a node would take the host as long as a launch.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             with torch.no_grad():
-                results = call.gradients(*given)
+                results = call.gradients(*arguments)
             results = WithoutDerivative.apply(call.function, results, *operands, *tensors)
         else:
-            results = call.gradients(*given)
+            results = call.gradients(*arguments)
         *grads, d_sinks = results
         # Of scores, mask and sinks only the sinks have one, and they come last.
         grads += [None] * (len(tensors) - 1)

@@ -331,8 +331,8 @@ class AttentionCall(
         if self.kind != PACKED:
             return rows_of_q, (), (), ()
         has_slopes = self.alibi_slopes is not None and len(self.alibi_slopes.shape) == 2
-        each = *PER_SEQUENCE, *["alibi_slopes"] * has_slopes
-        return rows_of_q, ("k", "v"), each, ("cu_seqlens_q", "cu_seqlens_k")
+        per_sequence = *PER_SEQUENCE, *["alibi_slopes"] * has_slopes
+        return rows_of_q, ("k", "v"), per_sequence, ("cu_seqlens_q", "cu_seqlens_k")
 
     def alignments(self, options: Options) -> dict[str, int]:
         """Bytes to which each tensor must be aligned, by name."""
@@ -345,18 +345,18 @@ class AttentionCall(
 
         Where tensors have rows for different numbers of sequences, these numbers stay.
         """
-        changed, (*totals, each, ends) = {}, self.names_by_rows
+        changed, (*totals, per_sequence, per_end) = {}, self.names_by_rows
         for name in sum(totals, ()):
             operand = getattr(self, name)
             if operand is not None and len(operand.shape) == len(PACKED_DIMENSIONS):
                 changed[name] = operand._replace(shape=(ANY_NUMBER, *operand.shape[1:]))
         if self.kind == PACKED and have_one_batch(self._asdict()):
-            for name in each + ends:
+            for name in per_sequence + per_end:
                 operand = getattr(self, name)
                 if operand is not None:
                     # The stride of a single number may be anything.
                     stride = (1,) if tuple(operand.shape) in ((0,), (1,)) else operand.stride
-                    shape = ANY_NUMBER + (name in ends), *operand.shape[1:]
+                    shape = ANY_NUMBER + (name in per_end), *operand.shape[1:]
                     changed[name] = operand._replace(shape=shape, stride=stride)
         return self._replace(**changed)
 
@@ -369,7 +369,7 @@ class AttentionCall(
         operands = *[getattr(self, name) for name in tensors], *self.functions
         written = "out", *[self.name("k"), self.name("v")] * appends
         names = *map(self.name, tensors), *functions
-        growing = tuple(tuple(map(self.name, some)) for some in self.names_by_rows)
+        growing = tuple(tuple(map(self.name, group)) for group in self.names_by_rows)
         return check_of_addresses(names, operands, written, growing)
 
     def problem(self, options: Options) -> Problem:

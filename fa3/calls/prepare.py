@@ -324,16 +324,16 @@ def posed_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str | N
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:
     """Raise unless a plan is one of this problem."""
-    made, asked = (
+    planned, asked = (
         {name: getattr(owner, name) for owner in (one, one.spec) for name in owner.__slots__}
         for one in (plan.problem, problem)
     )
-    differing = [name for name in asked if name != "spec" and made[name] != asked[name]]
+    differing = [name for name in asked if name != "spec" and planned[name] != asked[name]]
     if differing:
-        ours, theirs = (
-            ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, made)
+        in_call, in_plan = (
+            ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, planned)
         )
-        raise ValueError(f"plan was made for {theirs}; the call has {ours}")
+        raise ValueError(f"plan was made for {in_plan}; the call has {in_call}")
 
 
 # -------------------------------------------------------------------------------- packed calls

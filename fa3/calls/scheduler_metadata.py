@@ -80,8 +80,8 @@ class SchedulerMetadata(NamedTuple):
         if call.kind == PACKED and not self.has_packed_queries:
             raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
         if (call.kind == PACKED) != self.has_packed_keys:
-            made, came = ("packed keys", "a cache")[:: 1 if self.has_packed_keys else -1]
-            raise ValueError(f"scheduler_metadata was made for {made}, the call has {came}")
+            made_for, call_has = ("packed keys", "a cache")[:: 1 if self.has_packed_keys else -1]
+            raise ValueError(f"scheduler_metadata was made for {made_for}, the call has {call_has}")
         if self.has_packed_queries and not call.is_packed:
             raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
         if not self.has_packed_keys:
@@ -242,8 +242,8 @@ def get_scheduler_metadata(
     group = calls.heads_q // calls.heads_kv
     sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
     key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
-    whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
-    return calls._replace(keeps_tiles_whole=whole)
+    keeps_whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
+    return calls._replace(keeps_tiles_whole=keeps_whole)
 
 
 def keys_in_cache(
@@ -265,17 +265,17 @@ def keys_in_cache(
     check_entries(tensors, batch)
     if not all(tensor is None or is_visible(tensor) for tensor in tensors.values()):
         return None
-    before, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
+    cached, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
     if ends:
         check_ends("cu_seqlens_k_new", ends, LONGEST, "the most tokens of a cache")
-    new = [b - a for a, b in itertools.pairwise(ends)] if ends else [most_new] * batch
-    check_each("cache_seqlens", before, LONGEST, "from 0 to {}")
-    totals = [a + b for a, b in zip(before, new, strict=True)]
-    most = max(new, default=0)
+    added = [b - a for a, b in itertools.pairwise(ends)] if ends else [most_new] * batch
+    check_each("cache_seqlens", cached, LONGEST, "from 0 to {}")
+    totals = [a + b for a, b in zip(cached, added, strict=True)]
+    most = max(added, default=0)
     if 0 < most_new < most:
         raise ValueError(
             f"max_seqlen_k_new must be the most tokens that a sequence gets, {most}, or more, "
-            f"got {most_new}: sequence {new.index(most)} of cu_seqlens_k_new has them"
+            f"got {most_new}: sequence {added.index(most)} of cu_seqlens_k_new has them"
         )
     check_each("cache_seqlens", totals, LONGEST, "at most {} with new tokens")
     if max(totals, default=0) > most_keys:

@@ -259,12 +259,12 @@ class ConvertDq:
         """Add the second accumulator to half a piece; either may lack values."""
         values, kernel = self.values[None, None, None, half], self.kernel
         second = self.fused.call.dq(tile.tiles).one_of(self.pieces, kernel.accumulators, 1)
-        others = cute.make_rmem_tensor_like(values)
-        self.load(tile, piece, half, (second, others))
+        second_values = cute.make_rmem_tensor_like(values)
+        self.load(tile, piece, half, (second, second_values))
         has_second = second.has_value(tile.tile, self.fused.call.dq_is_zeroed)
         for i in cutlass.range_constexpr(cute.size(values)):
             first = values[i] if has_first else Float32(0.0)
-            values[i] = first + (others[i] if has_second else Float32(0.0))
+            values[i] = first + (second_values[i] if has_second else Float32(0.0))
 
     @cute.jit
     def write(self, tile: QueryTile, piece, has_value, half: cutlass.Constexpr):

@@ -334,8 +334,8 @@ class BackwardRoles:
     def load_line(self, tile: KeyTile, tiles, head, walk, q_state, do_state):
         """Load Q and dO along a line: every place has another head."""
         for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
-            m_block, here = walk.place(i, head)
-            load_q, load_do = self.query_loaders(tile, tiles, here)
+            m_block, place_head = walk.place(i, head)
+            load_q, load_do = self.query_loaders(tile, tiles, place_head)
             q_state = load_q(m_block, q_state)
             do_state = load_do(m_block, do_state)
         return q_state, do_state

@@ -470,8 +470,8 @@ class Forward(AttentionKernel):
                 cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.spec.mask.left):
-                below = touched.begin - blocks.begin
-                k_state, v_state = attention.skip(below, k_state, v_state)
+                num_below = touched.begin - blocks.begin
+                k_state, v_state = attention.skip(num_below, k_state, v_state)
             if cutlass.const_expr(self.skips_before_next):
                 cursor = schedule.next(cursor)
             computed = recorder.now()

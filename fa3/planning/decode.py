@@ -498,8 +498,8 @@ def choose_cut(
         max_parts = max(min(num_splits, -(-blocks // fewest)), -(-blocks // longest))
         return units_of(sizes, num_splits, fewest, max_parts, longest)
     width = crew_width(sizes.heads_kv, sizes.num_tiles, num_ctas)
-    few = rows_of_parts(sizes, num_ctas, width, blocks) <= MOST_MERGED
-    if few and not (is_packed or appends):
+    has_few_parts = rows_of_parts(sizes, num_ctas, width, blocks) <= MOST_MERGED
+    if has_few_parts and not (is_packed or appends):
         return CtaGroups(num_ctas, width)
     return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
 

@@ -245,7 +245,7 @@ def check_arguments(
     check_type("gpu.name", gpu.name, str)
     check_type("problem.spec", spec, AttentionSpec)
     check_type("problem.window", window, Window)
-    for owner, of, least, names in (
+    for owner, instance, least, names in (
         ("gpu", gpu, 1, ("num_sms", "l2_bytes")),
         ("problem", problem, 0, ("batch", "seqlen_q", "seqlen_k", "num_heads_kv")),
         ("problem", problem, 1, ("qhead_per_kvhead",)),
@@ -253,7 +253,7 @@ def check_arguments(
         ("problem.window", window, NO_BOUND, Window._fields),
     ):
         for name in names:
-            size = getattr(of, name)
+            size = getattr(instance, name)
             check_type(f"{owner}.{name}", size, int)
             if size < least:
                 raise ValueError(f"{owner}.{name} must be {least} or more, got {size}")

@@ -348,9 +348,9 @@ def choose_route(
 ) -> Route:
     """Choose the kernels of a call: by the first rule that holds."""
     for name, reason, holds in RULES[signature.call]:
-        most = holds(signature, sizes)
-        if most and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
-            return Route(name, most if name in (DECODE, BOTH, BOTH_SPLIT) else 0, reason)
+        most_queries = holds(signature, sizes)
+        if most_queries and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
+            return Route(name, most_queries if name in (DECODE, BOTH, BOTH_SPLIT) else 0, reason)
     raise AssertionError("the last rule always holds")
 
 

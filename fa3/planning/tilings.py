@@ -54,9 +54,9 @@ class TiledProblem:
         problem, spec = self.problem, self.problem.spec
         kv_bytes = max(1, problem.seqlen_k * spec.key_bytes)
         kv_heads = max(1, self.gpu.l2_bytes // kv_bytes)
-        few = int(FULL_SHARE * self.gpu.l2_bytes) // kv_bytes
-        if not has_mask(spec) and few > 1:
-            kv_heads = few
+        fewer_kv_heads = int(FULL_SHARE * self.gpu.l2_bytes) // kv_bytes
+        if not has_mask(spec) and fewer_kv_heads > 1:
+            kv_heads = fewer_kv_heads
         heads = problem.batch * problem.num_heads_q
         return max(1, min(kv_heads * problem.qhead_per_kvhead, heads))
 

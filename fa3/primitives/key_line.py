@@ -83,8 +83,8 @@ class KeyLine(NamedTuple):
         for i in cutlass.range_constexpr(len(tiles)):
             lanes = cute.arch.vote_ballot_sync(parts[i] > row)
             place = before + cute.arch.popc(lanes & ((Int32(1) << cute.arch.lane_idx()) - 1))
-            found = cute.arch.vote_ballot_sync((parts[i] > row) & (place == left))
-            n_block += either(found != 0, cute.arch.popc(found - 1) + WARP * i, 0)
+            chosen = cute.arch.vote_ballot_sync((parts[i] > row) & (place == left))
+            n_block += either(chosen != 0, cute.arch.popc(chosen - 1) + WARP * i, 0)
             before += cute.arch.popc(lanes)
         return cute.arch.make_warp_uniform(n_block), cute.arch.make_warp_uniform(row)
 

@@ -500,8 +500,8 @@ def number_parts(index: np.ndarray) -> np.ndarray:
     `index` is the number of each one's tile. All parts of tiles take the slots from 0 on."""
     num_parts = np.bincount(index)[index]
     is_part = num_parts > 1
-    which, slot = np.arange(len(index)) - np.searchsorted(index, index), np.cumsum(is_part) - 1
-    return np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), ONLY)
+    number, slot = np.arange(len(index)) - np.searchsorted(index, index), np.cumsum(is_part) - 1
+    return np.where(is_part, num_parts + MOST_PARTS * (number + MOST_PARTS * slot), ONLY)
 
 
 def check_parts(
@@ -513,13 +513,13 @@ def check_parts(
     index, first, end, part = segments.T
     begins_tile = np.diff(index, prepend=-1) != 0
     begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
-    most, ends_tile = end_blocks[index], np.roll(begins_tile, -1)
-    wrong = (first != begin) | (end <= begin) | (end > most) | (ends_tile & (end < most))
+    tile_end, ends_tile = end_blocks[index], np.roll(begins_tile, -1)
+    wrong = (first != begin) | (end <= begin) | (end > tile_end) | (ends_tile & (end < tile_end))
     if wrong.any():
         i = wrong.argmax()
         raise ValueError(
             f"schedule has key blocks {first[i]} to {end[i] - 1} of "
-            f"{order.tile(int(index[i]))}, where {begin[i]} to {most[i] - 1} are left"
+            f"{order.tile(int(index[i]))}, where {begin[i]} to {tile_end[i] - 1} are left"
         )
     num_parts, numbers = np.bincount(index), number_parts(index)
     if num_parts.max(initial=0) >= MOST_PARTS:

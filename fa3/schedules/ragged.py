@@ -94,9 +94,9 @@ class TableOrder:
         """The number of a turn's tile; `end` or more for none.
         CTA c takes the tile of turn c first. Those that wait for SMs until the decode kernel gives
         them back are the last ones, and would hold up the longest tiles: they get the shortest."""
-        beside = self.table[CTAS_BESIDE]
-        if turn >= num_clusters - beside and turn < end and num_clusters <= end:
-            turn += end - num_clusters if turn < num_clusters else -beside
+        ctas_beside = self.table[CTAS_BESIDE]
+        if turn >= num_clusters - ctas_beside and turn < end and num_clusters <= end:
+            turn += end - num_clusters if turn < num_clusters else -ctas_beside
         return turn
 
     def tile(self, index) -> tuple[Int32, NamedTuple]:
@@ -228,11 +228,11 @@ class RaggedTiles(Dynamic):
         order.load(words, first_number)
         end = order.num_used
         index = order.taken(cursor.index, self.num_clusters, end)
-        inside = cutlass.max(cutlass.min(index, end - 1), 0)
-        number = order.heads.quotient(inside)
+        clamped = cutlass.max(cutlass.min(index, end - 1), 0)
+        number = order.heads.quotient(clamped)
         if number != first_number:
             order.load(words, number)
-        head, record = order.tile_of(inside, number, order.record(words))
+        head, record = order.tile_of(clamped, number, order.record(words))
         return cursor._replace(index=index, end=end, head=head, record=record)
 
     def read(self, cursor: RaggedCursor) -> RaggedCursor:

@@ -247,9 +247,9 @@ def end_of_last(
     sums, done = np.bincount(owner, times, minlength=len(loads)), np.cumsum(times[in_columns])
     ends = np.empty(len(tile))
     ends[in_columns] = done + (loads + sums - np.cumsum(sums))[owner[in_columns]]
-    leaves, there = partial & ~merging, np.zeros(int(tile.max(initial=0)) + 1)
-    np.maximum.at(there, tile[leaves], ends[leaves])
-    merged = there[tile[merging]] + merge
+    leaves, others_done = partial & ~merging, np.zeros(int(tile.max(initial=0)) + 1)
+    np.maximum.at(others_done, tile[leaves], ends[leaves])
+    merged = others_done[tile[merging]] + merge
     return float(max((loads + sums).max(initial=0.0), merged.max(initial=0.0)))
 
 
@@ -454,10 +454,10 @@ def fill_clusters(
             tile, begin = tile + 1, 0
         if tile <= last:
             part_cost = later_part if begin else first_part
-            some = min(int(room - part_cost), rest - SHORTEST)
-            if some >= SHORTEST:
-                pieces += (tile, begin, begin + some, owner)
-                begin, room = begin + some, room - some - part_cost
+            fitting = min(int(room - part_cost), rest - SHORTEST)
+            if fitting >= SHORTEST:
+                pieces += (tile, begin, begin + fitting, owner)
+                begin, room = begin + fitting, room - fitting - part_cost
             else:
                 while last > tile and lengths[last] + unit <= room:
                     pieces += (last, 0, lengths[last], owner)
@@ -488,11 +488,11 @@ def give_parts(
         while free and cost > level - loads[free[-1]]:
             owner = free.pop()
             room = level - loads[owner] - (later_part if begin else first_part)
-            some = min(int(room), length - begin - SHORTEST)
-            if some < SHORTEST:
+            blocks = min(int(room), length - begin - SHORTEST)
+            if blocks < SHORTEST:
                 return None
-            pieces += (tile, begin, begin + some, owner)
-            begin += some
+            pieces += (tile, begin, begin + blocks, owner)
+            begin += blocks
             cost = length - begin + later_part + masks[tile]
         items.append((cost, tile, begin, length))
     items.sort()

@@ -67,12 +67,12 @@ class Chunks:
         All tiles have as many blocks.
         `fewest` and `most` are the blocks of the shortest and of the longest tile."""
         size = num_crews.quotient(total + num_crews.value - 1)
-        whole = (size + most - 1) // larger(most, 1) * most
+        whole_size = (size + most - 1) // larger(most, 1) * most
         # 1 or 0: tiles differ; too many crews would be idle.
         differ = smaller(most - fewest, 1)
-        idle = smaller(larger(ONE_IDLE_IN * (whole - size) - whole, 0), 1)
+        idle = smaller(larger(ONE_IDLE_IN * (whole_size - size) - whole_size, 0), 1)
         keeps_whole = (1 - differ) * (1 - idle)
-        return cls(total + keeps_whole * (whole * num_crews.value - total), num_crews, total)
+        return cls(total + keeps_whole * (whole_size * num_crews.value - total), num_crews, total)
 
     def begin(self, crew):
         """First block of a crew's piece; the end of the previous piece."""

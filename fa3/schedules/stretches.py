@@ -101,10 +101,10 @@ class Stretches(NamedTuple):
 
     def segment(self, tile: TileCut, cta) -> tuple:
         """A CTA's key blocks of a tile, and its `PackedPart.number`."""
-        which = cta - tile.owner
-        first = either(which > 0, self.end(cta - 1) - tile.start, 0)
-        end = either(which < tile.cuts, self.end(cta) - tile.start, tile.blocks)
-        part = tile.cuts + 1 + MOST_PARTS * (which + MOST_PARTS * (tile.slot + which))
+        number = cta - tile.owner
+        first = either(number > 0, self.end(cta - 1) - tile.start, 0)
+        end = either(number < tile.cuts, self.end(cta) - tile.start, tile.blocks)
+        part = tile.cuts + 1 + MOST_PARTS * (number + MOST_PARTS * (tile.slot + number))
         return tile.begin + first, tile.begin + end, either(tile.cuts > 0, part, ONLY)
 
 
