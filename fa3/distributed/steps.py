@@ -86,7 +86,7 @@ class CutDocument(NamedTuple):
     held: list[Placed]
 
     def parts(self, rank: int, source: int | None) -> Iterator[tuple[range, KeyPart]]:
-        """Yield a rank's parts with keys of a rank, or all, and these.
+        """Yield a rank's parts with a rank's or all keys, and these.
         Parts have places of keys that are on the rank."""
         runs, window = self.held[rank], self.part.options.window
         key_runs = [self.whole] if source is None else [run for run, _ in self.held[source]]
@@ -154,7 +154,7 @@ def with_joined(parts: Iterable[KeyPart]) -> list[KeyPart]:
 
 
 def pairs_of(part: KeyPart) -> int:
-    """Return how many pairs of a query and a key a part has."""
+    """Return how many pairs of query and key a part has."""
     (left, right), rows, keys = part.options.window, part.rows, part.keys
     lengths, pairs = part.lengths, 0
     sizes = [(rows.stop - rows.start, keys.stop - keys.start)]
