@@ -32,7 +32,7 @@ RECORDS = ROOT / "benchmarks" / "results"
 
 GRID = ("h100-2026-11-27-grid", "h100-2026-11-27-peers")
 FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
-DECODE = ("h200-2026-11-27-peers",)
+DECODE = ("h100-2026-11-27-heads", "h200-2026-11-27-peers")
 PACKED = ("h100-2026-11-27-grid", "h200-2026-11-27-peers")
 BACKWARD = ("h100-2026-11-27-grid", "h200-2026-11-27-peers", "h100-2026-11-25-regimes")
 BACKWARD_STEADY = ("h100-2026-11-25-regimes",)
