@@ -92,6 +92,14 @@ def texts_of(module: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]
     return docstrings, strings
 
 
+def comments_of(module: Path) -> list[tuple[int, str]]:
+    """Return line and text of a module's comments; lines one below the other are one text."""
+    text = module.read_text()
+    found = re.finditer(r"(?:^ *# .*\n)+|  # .*$", text, re.MULTILINE)
+    lines = ((text.count("\n", 0, one.start()) + 1, one[0]) for one in found)
+    return [(line, without_names(re.sub("^ *# ", "", one, flags=re.M))) for line, one in lines]
+
+
 def is_text(node: ast.AST) -> bool:
     """Whether a node is a string without values in it."""
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -104,14 +112,18 @@ def test_words_are_plain(page):
 
 @pytest.mark.parametrize(
     ("kind", "known"),
-    [(0, "Compute softmax(score(softmax_scale"), (1, "must be a torch.Tensor, got")],
+    [
+        (0, "Compute softmax(score(softmax_scale"),
+        (1, "must be a torch.Tensor, got"),
+        (2, "Counters do not go back if anything was raised"),
+    ],
 )
-def test_words_of_docstrings_and_messages_are_plain(kind, known):
+def test_words_of_docstrings_messages_and_comments_are_plain(kind, known):
     """Messages are all strings in code: not only those where an error is raised."""
     texts = [
         (f"{module.relative_to(ROOT)}:{line}", text)
         for module in MODULES
-        for line, text in texts_of(module)[kind]
+        for line, text in (*texts_of(module), comments_of(module))[kind]
     ]
     assert any(known in text for _, text in texts)
     assert [(place, words) for place, text in texts if (words := words_in(text))] == []
@@ -154,9 +166,11 @@ def test_words_are_seen_in_code(tmp_path):
     module.write_text(
         '"""Those\nof `behind`."""\nX = 1\n"""Beside."""\n'
         'raise ValueError(f"{X} waits be" f"hind {f(\'nobody\')}")\n'
+        "x = 1\n# Those\n# of `behind`.\n"
     )
     docstrings, strings = texts_of(module)
     assert sorted(docstrings) == [(1, "Those\nof x."), (4, "Beside.")]
     assert sorted(strings) == [(5, "nobody"), (5, "x waits behind x")]
-    seen = [len(words_in(text)) for _, text in docstrings + strings]
-    assert seen == [1, 1, 1, 1]
+    assert comments_of(module) == [(7, "Those\nof x.\n")]
+    seen = [len(words_in(text)) for _, text in docstrings + strings + comments_of(module)]
+    assert seen == [1, 1, 1, 1, 1]

@@ -419,9 +419,9 @@ def flash_attn_with_kvcache(
         pack_gqa: the query heads of a key/value head always share its reads: None or True; anything
             if each has a single query head.
         batch_invariant: make the result of a sequence, to the last bit, independent of the other
-            sequences, its place among them and their number. May be slower, and takes memory for
-            32 parts of a sequence and for more where the cache has room for more than 512 keys in
-            each (2048 keys in each part from 17 query rows of a key/value head on).
+            sequences, its place among them and their number. May be slower. Takes memory for 32
+            parts of a sequence, or for more if these would exceed 512 keys. From 17 query rows of
+            a key/value head on, the limit is 2048 keys.
         out: as in `flash_attn_func`, bfloat16 if q is FP8. Caches that are appended to must not
             share memory with another tensor of the call either.
         block_table, s_aux: as in `flash_attn_varlen_func`.

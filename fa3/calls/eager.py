@@ -55,7 +55,7 @@ def is_recorded(tensor: torch.Tensor) -> bool:
             "fa3 outside of it"
         )
     if _are_functorch_transforms_active():
-        # It may wrap what is allocated under it, also beside tensors that it knows nothing of.
+        # It may wrap what is allocated under it, also next to tensors that it does not know.
         try:
             address_of("what a call allocates", tensor.new_empty(1))
         except NotImplementedError as error:

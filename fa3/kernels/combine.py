@@ -206,7 +206,7 @@ class Combine(KernelBase):
             grid=(call.num_records, call.sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
             block=(GROUPS * LANES, 1, 1),
             stream=stream,
-            # 80 registers a thread, so that a CTA fits on an SM beside one of the decode kernel
+            # 80 registers a thread, so that a CTA fits on an SM with one of the decode kernel
             # and waits there. Both need the same carve-out: an SM has only one at a time.
             min_blocks_per_mp=3,
             preferred_smem_carveout=100,

@@ -271,7 +271,7 @@ class Forward(AttentionKernel):
             cute.arch.setmaxregister_increase(consumer_registers)
             self.mma(operands, smem, schedule, cursor)
         if cutlass.const_expr(overlaps_decode is not None):
-            # Who waits for the end of this kernel waits for that of the decode kernel, too.
+            # A kernel that waits for this kernel's end also waits for the decode kernel's.
             cute.arch.griddepcontrol_wait()
 
     @cute.jit

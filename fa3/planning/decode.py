@@ -68,7 +68,7 @@ FP8_BYTES_IN_FLIGHT = {1: 64 << 10, 2: 32 << 10}
 
 FEW_PARTS, FEW_BLOCKS = 12, 8
 """A call on an FP8 cache has one CTA on an SM where two would cut tiles into more than `FEW_PARTS`
-parts, and an SM has up to `FEW_BLOCKS` blocks: 1 x 8k with 8/1 heads takes 9.2 us instead of 11.0,
+parts, and an SM has up to `FEW_BLOCKS` blocks. 1 x 8k with 8/1 heads takes 9.2 us instead of 11.0,
 5 x 3000 with 28/4 heads 15.8 instead of 17.2 (H100). With up to 8 parts two are faster: 8 x 1k with
 32/8 heads takes 12.2 instead of 13.0."""
 

@@ -132,8 +132,8 @@ class Tiling(NamedTuple):
             and spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
             and spec.has_user_functions == self.functions
-            # With 160 registers a thread there is room for one score beside the fragments, or for
-            # random numbers.
+            # With 160 registers a thread there is room for one score next to the fragments, or
+            # for random numbers.
             and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
             and self.masked in (None, has_mask(spec))
             and self.config.registers(spec) <= self.config.fragment_registers(spec)

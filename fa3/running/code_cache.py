@@ -108,7 +108,7 @@ def read(path: Path) -> bytes | None:
     """The object in a file; None if it cannot be trusted."""
     try:
         check_trust(path.parent, path.parent.stat())
-        # Refuse a link: we do not know who may change its target.
+        # Refuse a link: its target may be writeable by others.
         check_trust(path, path.lstat())
         content = path.read_bytes()
     except OSError:

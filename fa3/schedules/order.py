@@ -319,7 +319,7 @@ class TableSchedule(Schedule):
     def __post_init__(self):
         numbers = self.table
         if type(numbers) is np.ndarray and not numbers.dtype.hasobject:
-            # Memory of bytes: nobody can make it writeable again, or has another view of it.
+            # Memory of bytes: it has no other view, and cannot be made writeable again.
             table = np.frombuffer(numbers.tobytes(), numbers.dtype).reshape(numbers.shape)
             object.__setattr__(self, "table", table)
 

@@ -76,9 +76,8 @@ class TileList(TableSchedule):
     @classmethod
     def in_order_of(cls, tiled, arrange: Callable[[list[Tile]], Iterable[Tile]]) -> "TileList":
         """Assign tiles in the order of the caller's function.
-        Each goes to the first free cluster. Raises TypeError if what it returns, or an element of
-        that, has another type, and ValueError if a tile is not one of the problem's, comes twice,
-        or is left out."""
+        Each goes to the first free cluster. Raises TypeError if the result or an element has the
+        wrong type; ValueError if a tile is foreign, comes twice or is left out."""
         order, num_clusters = tiled.order, tiled.num_clusters
         numbers = {order.tile(number): number for number in range(order.num_tiles)}
         arranged, places = arrange(list(numbers)), []

@@ -169,7 +169,7 @@ class Alibi(Score):
     def apply(self, scores: cute.Tensor, rows, coords: ScoreCoords, n_block, sequence, unit):
         slopes, first_query, last_query = rows
         num_rows = len(coords.row_steps)
-        # Position of this thread's first key in the block, minus that of the row's query.
+        # Position of this thread's first key in the block, minus the row's query's.
         first = [
             Float32(coords.first_column(n_block) - coords.query(r) - sequence.offset)
             for r in range(num_rows)
