@@ -86,7 +86,7 @@ class CutDocument(NamedTuple):
     held: list[Placed]
 
     def parts(self, rank: int, source: int | None) -> Iterator[tuple[range, KeyPart]]:
-        """Yield a rank's parts with a rank's or all keys, and these.
+        """Yield parts with keys of one rank, or all, and these keys.
         Parts have places of keys that are on the rank."""
         runs, window = self.held[rank], self.part.options.window
         key_runs = [self.whole] if source is None else [run for run, _ in self.held[source]]
