@@ -37,7 +37,7 @@ from fa3.distributed import (
     zigzag,
 )
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.hops import Hop, Hops
+from fa3.distributed.hops import Hop, leave_sms
 from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import Window
 
@@ -693,7 +693,8 @@ def test_parts_bring_what_is_seen(layout, num_ranks):
 
 @pytest.mark.parametrize("margins", [[0], [2, 0], [2, 2, 2]])
 def test_parts_leave_sms_while_rows_are_under_way(margins):
-    hops = Hops.of([Hop((KeyPart(Options(), None, False),)) for _ in margins]).hops
+    hops = [Hop([KeyPart(Options(), None, False)]) for _ in margins]
+    leave_sms(hops)
     assert [hop.parts[0].options.sm_margin for hop in hops] == margins
 
 

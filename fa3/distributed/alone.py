@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -19,9 +19,6 @@ from fa3.reference.backward import BackwardOperands, Wanted
 
 FourGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v and the sinks. They may be float32, which autograd rounds."""
-
-WAITING_SMS = 2
-"""SMs that a part leaves while rows are under way: kernels in which ranks meet run there."""
 
 
 @dataclass(eq=False)
@@ -49,11 +46,6 @@ class KeyPart:
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
     ends: Tensor | None = field(default=None, init=False)
-
-    def leaving_sms(self) -> "KeyPart":
-        """Return this part for a hop while others' kernels await rows."""
-        margin = max(self.options.sm_margin, WAITING_SMS)
-        return replace(self, options=self.options._replace(sm_margin=margin))
 
     def without_batch(self, tensors: Iterable[Tensor | None]) -> Iterable:
         """Return tensors as the call takes them."""

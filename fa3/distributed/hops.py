@@ -4,7 +4,6 @@ While keys are under way, a rank attends to those that came before. Partial outp
 float32 by their log-sum-exps. dK and dV go back in float32.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -18,6 +17,9 @@ from fa3.distributed.exchange import RankCall
 from fa3.distributed.steps import steps_of
 from fa3.distributed.transfer import Transfer
 
+WAITING_SMS = 2
+"""SMs that a part leaves while rows are under way: kernels in which ranks meet run there."""
+
 Terms = list[tuple[slice, Sequence[Tensor]]]
 """Rows, and what is added up there of each of some tensors."""
 
@@ -30,7 +32,7 @@ class Hop:
         coming, going: bring keys here, and gradients back; None for this rank's own.
     """
 
-    parts: tuple[KeyPart, ...]
+    parts: list[KeyPart]
     coming: Transfer | None = None
     going: Transfer | None = None
 
@@ -67,41 +69,33 @@ class Hops:
         dkv_dtype: of dK and dV.
     """
 
-    hops: tuple[Hop, ...]
-    keeps: bool = False
-    dkv_dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(
-        cls, hops: Sequence[Hop], keeps: bool = False, dkv_dtype: torch.dtype = torch.float32
-    ) -> "Hops":
-        """Return hops whose parts leave SMs while rows are under way.
-        With two hops none are while the last one computes, in neither pass."""
-        free = len(hops) - (len(hops) < 3)
-        leaving = [replace(x, parts=tuple(y.leaving_sms() for y in x.parts)) for x in hops[:free]]
-        return cls((*leaving, *hops[free:]), keeps, dkv_dtype)
+    hops: Sequence[Hop]
+    keeps: bool
+    dkv_dtype: torch.dtype
 
     def arrivals(
-        self, k: Tensor, v: Tensor, step: int, kept: Sequence[Tensor] = ()
+        self, there: Sequence[Sequence[Tensor]], step: int
     ) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
-        """Yield each hop and its keys and values, kept or coming now."""
-        # Copy engines want rows without gaps.
-        hops, own, waits = self.hops[::step], (k.contiguous(), v.contiguous()), list[Callable]()
-        pairs = [kept[i : i + 2] for i in range(0, len(kept), 2)][::step]
-        for i, hop in enumerate(hops):
-            for coming in (after.coming for after in hops[len(waits) : i + 2]):
-                if coming and not kept:
-                    waits.append(coming.start(own, meets=True))
-                else:
-                    waits.append(functools.partial(tuple, pairs.pop(0) if coming else own))
+        """Yield each hop and its keys and values.
+        Those of the first hops are there. Others come now, the next ones before these are used."""
+
+        def begun(i: int) -> Callable[[], Sequence[Tensor]]:
+            if i < len(there) or (coming := self.hops[i].coming) is None:
+                return lambda: there[i]
+            return coming.start(there[0], meets=True)
+
+        order = range(len(self.hops))[::step]
+        waits = [begun(order[0])]
+        for i, hop in enumerate(self.hops[::step]):
+            waits += map(begun, order[i + 1 : i + 2])
             yield hop, waits[i]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:3], v.shape[3])
-        kept = list[Tensor]()
-        total: Any = None
-        for hop, keys in self.arrivals(k, v, 1):
+        kept, total = list[Tensor](), None
+        # Copy engines want rows without gaps.
+        for hop, keys in self.arrivals([(k.contiguous(), v.contiguous())], 1):
             for part in hop.parts:
                 rows, read = part.rows, [q[:, part.rows], *(x[:, part.keys] for x in keys)]
                 if not part.merges:
@@ -112,11 +106,12 @@ class Hops:
                     total, lses = out.float(), [(0, lse_of_rows(lses))]
                 more = part.forward((*read, None), (None, None))
                 merge_into(total[:, rows], lses[0][1][:, :, rows], *more)
-            if self.keeps and hop.coming:
+            if self.keeps or not hop.coming:
                 # Other calls write to memory that ranks share.
-                kept += [x.clone() for x in keys] if hop.coming.in_shared_memory else keys
+                is_shared = hop.coming and hop.coming.in_shared_memory
+                kept += [x.clone() for x in keys] if is_shared else keys
         out = out if total is None else total.to(q.dtype)
-        saved = q, out, k, v, *kept, *(lse for _, lse in lses)
+        saved = q, out, *kept, *(lse for _, lse in lses)
         return out, lse_of_rows(lses) if returns_lse else None, saved
 
     def backward(
@@ -125,12 +120,13 @@ class Hops:
         """Return the gradients, by out and the log-sum-exp of all keys.
         This rank's own keys come last, while gradients go back to other ranks."""
         merges = any(part.merges for hop in self.hops for part in hop.parts)
-        num_kept = 2 * self.keeps * sum(1 for hop in self.hops if hop.coming)
-        (q, out, k, v, *kept), lses = saved[: 4 + num_kept], list(saved[4 + num_kept :])
+        num_kept = len(self.hops) if self.keeps else 1
+        q, out, *kept = saved[: 2 + 2 * num_kept]
+        there, lses = [*zip(kept[::2], kept[1::2], strict=True)], [*saved[2 + 2 * num_kept :]]
         query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for hop, keys in self.arrivals(k, v, -1, kept):
+        for hop, keys in self.arrivals(there, -1):
             hop_terms = Terms()
             for part in hop.parts[::-1]:
                 rows = part.rows
@@ -151,9 +147,8 @@ class Hops:
         key_terms += finish()
         if merges:
             (dq,) = added_up(query_terms, q, q.shape[1], [(*q.shape[2:], q.dtype)])
-        dk, dv = added_up(
-            key_terms, k, k.shape[1], [(*x.shape[2:], self.dkv_dtype) for x in (k, v)]
-        )
+        kinds = [(*x.shape[2:], self.dkv_dtype) for x in there[0]]
+        dk, dv = added_up(key_terms, q, there[0][0].shape[1], kinds)
         return dq, dk, dv, d_sinks
 
 
@@ -165,27 +160,22 @@ def lse_of_rows(lses: list[tuple[int, Tensor]]) -> Tensor:
 
 def added_up(terms: Terms, like: Tensor, total: int, kinds: Sequence) -> Sequence[Tensor]:
     """Return sums of terms, (batch, total, heads, columns) of these kinds.
-    Rows of no term are 0. A term that has all rows may become the sum."""
-    dtypes = [dtype for *_, dtype in kinds]
-    whole = [x for rows, x in terms if rows == slice(0, total) and [y.dtype for y in x] == dtypes]
-    if whole and (len(terms) == 1 or dtypes[0] == torch.float32):
-        others = [(rows, x) for rows, x in terms if x is not whole[0]]
-        for (rows, tensors), i in product(others, range(len(kinds))):
-            whole[0][i][:, rows].add_(tensors[i])
-        return whole[0]
+    Rows of no term are 0. A single term that has all rows is the sum."""
+    if [(rows, *(x.dtype for x in tensors)) for rows, tensors in terms] == [
+        (slice(0, total), *(dtype for *_, dtype in kinds))
+    ]:
+        return terms[0][1]
     results = [like.new_empty(len(like), total, *x, dtype=dtype) for *x, dtype in kinds]
     edges = {edge for rows, _ in terms for edge in (rows.start, rows.stop)}
     for (begin, end), i in product(pairwise(sorted(edges | {0, total})), range(len(kinds))):
-        place = results[i][:, begin:end]
         addends = [
             x[i][:, begin - rows.start : end - rows.start]
             for rows, x in terms
             if rows.start <= begin and end <= rows.stop
         ]
-        if len(addends) > 2:
-            addends[0] = addends[0].float()  # a copy unless it is float32
         while len(addends) > 2:
-            addends[0].add_(addends.pop())
+            addends.append(addends.pop().float() + addends.pop())
+        place = results[i][:, begin:end]
         if len(addends) == 2:
             torch.add(*addends, out=place)
         elif addends:
@@ -210,15 +200,25 @@ def hops(call: RankCall, by_ring: bool) -> Hops:
     own, steps = steps_of(chunks, call.order, call.part, by_ring)
     keeps = keeps_keys(call.part, len(chunks), call.sizes[0][0], sizes[0][0])
     is_alone = not steps and len(own[rank]) == 1
-    results = [Hop(tuple(replace(x, is_alone=x.is_alone or is_alone) for x in own[rank]))]
+    results = [Hop([replace(x, is_alone=x.is_alone or is_alone) for x in own[rank]])]
     for number, (exchange, parts) in enumerate(steps):
         # Hops in a row have other memory.
         kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
         back = exchange.gradients(), kinds[1]
         going = call.transfer(*back, number=2 + number, is_free=not keeps)
         coming = call.transfer(exchange, kinds[0], number=number % 2)
-        results.append(Hop(tuple(parts[rank]), coming, going))
-    return Hops.of(results, keeps, call.dkv_dtype)
+        results.append(Hop(parts[rank], coming, going))
+    leave_sms(results)
+    return Hops(results, keeps, call.dkv_dtype)
+
+
+def leave_sms(hops: Sequence[Hop]) -> None:
+    """Let parts leave SMs while other ranks' kernels await rows.
+    With two hops none does while the last one computes, in neither pass."""
+    for hop in hops[: len(hops) - (len(hops) < 3)]:
+        for i, part in enumerate(hop.parts):
+            margin = max(part.options.sm_margin, WAITING_SMS)
+            hop.parts[i] = replace(part, options=part.options._replace(sm_margin=margin))
 
 
 def keeps_keys(part: KeyPart, num_ranks: int, heads_q: int, heads_kv: int) -> bool:
