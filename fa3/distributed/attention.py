@@ -21,12 +21,14 @@ from fa3.calls.options import (
     check_window,
     converted,
     flag,
+    integer,
 )
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
 from fa3.distributed.hops import Hops, hops
 from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.planning import methods_for, plan
+from fa3.distributed.transfer import rows_of
 from fa3.distributed.ulysses import Ulysses, ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask
@@ -248,19 +250,21 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     described, asked, layout, method = call
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
     *_, heads_kv, columns_v = of_v
-    split, window = layout.split(seqlen, groups[0]), asked[0].window
-    if rows != (wanted := split.rows[split.rank]):
+    num_ranks, rank, window = groups[0].size(), groups[0].rank(), asked[0].window
+    chunks = layout.chunks(integer("seqlen", seqlen, 0), num_ranks)
+    order: tuple[int, ...] = ()
+    if rows != (wanted := rows_of(chunks)[rank]):
         raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
     if method == "auto":
-        numbers = seqlen, len(split.rows), heads, heads_kv, columns, columns_v
+        numbers = seqlen, num_ranks, heads, heads_kv, columns, columns_v
         named = {"window_size": window, "has_slopes": described[3] is not None}
         method = plan(layout, *numbers, **named).method
-    order: tuple[int, ...] = ()
     if isinstance(layout, Documents):
-        order, split = layout.one_by_one(split)
+        chunks, order = layout.one_by_one(num_ranks)
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
     dtype = described[0].dtype
-    of = RankCall(split, KeyPart(*asked), order, batch, sizes, dtype, device, dtype)
+    part = KeyPart(*asked)
+    of = RankCall(chunks, groups[0], rank, part, order, batch, sizes, dtype, device, dtype)
     if method == "ulysses" or len(groups) > 1:
         return ulysses(of, method == "ring", *groups[1:])
     return hops(of, method == "ring")

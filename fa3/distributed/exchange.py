@@ -36,28 +36,18 @@ def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
     return group, *along
 
 
-class Split(NamedTuple):
-    """A sequence, split among the ranks of a group.
+class RankCall(NamedTuple):
+    """A call over ranks, without what its tensors hold.
 
     Attributes:
-        chunks: of each rank, as `SequenceLayout.chunks` returns them; rows: their numbers of rows.
+        chunks: of each rank, as `SequenceLayout.chunks` returns them; rank: in the group.
+        part: with what is asked for; order: numbers of documents, as ranks have them, or none.
+        sizes: heads and columns of q, k and v; dkv_dtype: of dK and dV.
     """
 
     chunks: Runs
     group: dist.ProcessGroup
     rank: int
-    rows: tuple[int, ...]
-
-
-class RankCall(NamedTuple):
-    """A call over ranks, without what its tensors hold.
-
-    Attributes:
-        part: with what is asked for; order: numbers of documents, as ranks have them, or none.
-        sizes: heads and columns of q, k and v; dkv_dtype: of dK and dV.
-    """
-
-    split: Split
     part: KeyPart
     order: tuple[int, ...]
     batch: int
@@ -68,7 +58,7 @@ class RankCall(NamedTuple):
 
     def transfer(self, exchange: RowExchange, kinds: Any, **options: Any) -> Transfer:
         """Return a transfer of tensors with these heads, columns and dtypes."""
-        return Transfer(exchange, kinds, self.split.group, self.batch, self.device, **options)
+        return Transfer(exchange, kinds, self.group, self.batch, self.device, **options)
 
 
 class OverRanks(torch.autograd.Function):

@@ -196,7 +196,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 def hops(call: RankCall, by_ring: bool) -> Hops:
     """Return what computes a call by gather, or by a ring."""
-    chunks, rank, sizes = call.split.chunks, call.split.rank, call.sizes[1:]
+    chunks, rank, sizes = call.chunks, call.rank, call.sizes[1:]
     own, steps = steps_of(chunks, call.order, call.part, by_ring)
     keeps = keeps_keys(call.part, len(chunks), call.sizes[0][0], sizes[0][0])
     is_alone = not steps and len(own[rank]) == 1

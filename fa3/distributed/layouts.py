@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fa3.calls.options import integer
 from fa3.complaints import shown
-from fa3.distributed.exchange import Group, OverRanks, Split, agree_on_rows, groups_of
-from fa3.distributed.transfer import Runs, with_begins
+from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, groups_of
+from fa3.distributed.transfer import Runs, rows_of, with_begins
 
 
 def check_sequence_layout(layout: object) -> None:
@@ -42,16 +42,10 @@ class SequenceLayout:
         """Return each rank's chunks, in its order; some may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define chunks(seqlen, num_ranks)")
 
-    def split(self, seqlen: int, group: Group = None) -> Split:
-        """Return how a sequence is split among a group's ranks."""
-        group = groups_of(group)[0]
-        chunks = self.chunks(integer("seqlen", seqlen, 0), group.size())
-        return Split(chunks, group, group.rank(), tuple(sum(map(len, x)) for x in chunks))
-
     def shard(self, x: Tensor, dim: int = 1, group: Group = None) -> Tensor:
         """Return this rank's rows of a tensor that all ranks have; differentiable."""
-        split = self.split(length_of(x, dim), group)
-        chunks = split.chunks[split.rank]
+        length, group = length_of(x, dim), groups_of(group)[0]
+        chunks = self.chunks(length, group.size())[group.rank()]
         rows = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
         return torch.cat(rows or [x], dim)
 
@@ -67,16 +61,17 @@ class SequenceLayout:
         rows, group = x.movedim(dim, 0), groups_of(group)[0]
         asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
         asked["requires_grad"] = rows.requires_grad  # else ranks would hang later
-        split = self.split(agree_on_rows(self, group, len(rows), asked), group)
-        padding = [0, 0] * (x.ndim - 1) + [0, max(split.rows) - len(rows)]
+        total = agree_on_rows(self, group, len(rows), asked)
+        chunks = self.chunks(total, group.size())
+        padding = [0, 0] * (x.ndim - 1) + [0, max(rows_of(chunks)) - len(rows)]
 
         def run(rows: Tensor) -> tuple[Tensor, tuple]:
             sent = F.pad(rows, padding)
-            parts = [torch.empty_like(sent) for _ in split.rows]
+            parts = [torch.empty_like(sent) for _ in chunks]
             dist.all_gather(parts, sent, group)
-            whole = rows.new_empty(sum(split.rows), *rows.shape[1:])
-            for part, chunks in zip(parts, split.chunks, strict=True):
-                for chunk, begin in with_begins(chunks):
+            whole = rows.new_empty(total, *rows.shape[1:])
+            for part, held in zip(parts, chunks, strict=True):
+                for chunk, begin in with_begins(held):
                     whole[chunk.start : chunk.stop] = part[begin : begin + len(chunk)]
             return whole, ()
 
@@ -170,11 +165,10 @@ class Documents(SequenceLayout):
         order, shares = self.shares(num_ranks)
         return chunks_of([self.cu_seqlens[i] for i in order], shares, num_ranks)
 
-    def one_by_one(self, split: Split) -> tuple[tuple[int, ...], Split]:
-        """Return documents' numbers and split, in the order that ranks have."""
-        order, shares = self.shares(len(split.rows))
-        begins = accumulate(map(sum, shares), initial=0)
-        return tuple(order), split._replace(chunks=chunks_of(begins, shares, len(split.rows)))
+    def one_by_one(self, num_ranks: int) -> tuple[Runs, tuple[int, ...]]:
+        """Return chunks of documents in the ranks' order, and their numbers."""
+        order, shares = self.shares(num_ranks)
+        return chunks_of(accumulate(map(sum, shares), initial=0), shares, num_ranks), tuple(order)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a value that holds no tensors
     def shares(self, num_ranks: int) -> tuple[list[int], list[list[int]]]:

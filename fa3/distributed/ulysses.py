@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa3.distributed.alone import FourGradients
-from fa3.distributed.exchange import RankCall, Split
+from fa3.distributed.exchange import RankCall
 from fa3.distributed.hops import Hops, hops
 from fa3.distributed.steps import whole_of
-from fa3.distributed.transfer import Transfer, exchange_of, together
+from fa3.distributed.transfer import Transfer, exchange_of, rows_of, together
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,15 @@ def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysse
     """Return what computes a call by Ulysses.
     With two groups, ranks of the second one exchange heads. Gather or ring brings keys over the
     ranks of the first one."""
-    split = call.split
     (heads, columns), (heads_kv, _), (_, columns_v) = call.sizes
-    outside, group = groups or (split.group, split.group)
-    count, rank = group.size(), group.rank()
+    outside, group = groups or (call.group, call.group)
+    count = group.size()
     # Chunks of neighbouring ranks are neighbours. These are of all ranks that exchange heads.
-    groups_of_chunks = [split.chunks[i : i + count] for i in range(0, len(split.rows), count)]
-    wholes = tuple(tuple(map(whole_of, zip(*x, strict=True))) for x in groups_of_chunks)
-    number, near = split.rank // count, slice(split.rank - rank, split.rank - rank + count)
-    mine = Split(split.chunks[near], group, rank, split.rows[near])
+    near = [call.chunks[i : i + count] for i in range(0, len(call.chunks), count)]
+    wholes = tuple(tuple(map(whole_of, zip(*x, strict=True))) for x in near)
+    number = call.rank // count
+    there = exchange_of(near[number], (together(wholes[number]),) * count)
     copies = math.lcm(heads_kv, count) // heads_kv
-    there = exchange_of(mine.chunks, (together(wholes[number]),) * count)
     dkv_dtype = torch.float32 if copies > 1 else call.dtype
     heads, heads_kv = heads // count, heads_kv * copies // count
 
@@ -106,13 +104,12 @@ def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysse
     out, lse = (heads, columns_v, call.dtype), (heads, 1, torch.float32)
     to_heads = {"qkv": kinds(call.dtype), "d_out": [out], "d_out, d_lse": [out, lse]}
     to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(dkv_dtype)}
-    here, back = call._replace(split=mine), there.back(mine.rows)
+    here, back = call._replace(group=group), there.back(rows_of(near[number]))
     split_heads: Any = {"number": 0, "heads": "split"}
     join_heads: Any = {"number": 1, "heads": "join", "is_free": True}
     transfers = {name: here.transfer(there, x, **split_heads) for name, x in to_heads.items()}
     transfers |= {name: here.transfer(back, x, **join_heads) for name, x in to_rows.items()}
-    rows, sizes = tuple(sum(map(len, x)) for x in wholes), tuple(x[:2] for x in kinds(dkv_dtype))
-    outer = Split(wholes, outside, number, rows)
-    inside = hops(call._replace(split=outer, sizes=sizes, dkv_dtype=dkv_dtype), by_ring)
+    outer = call._replace(chunks=wholes, group=outside, rank=number, dkv_dtype=dkv_dtype)
+    inside = hops(outer._replace(sizes=tuple(x[:2] for x in kinds(dkv_dtype))), by_ring)
     is_shared = transfers["qkv"].in_shared_memory and call.part.options.has_gradient
-    return Ulysses(count, rank, inside, copies, transfers, is_shared)
+    return Ulysses(count, group.rank(), inside, copies, transfers, is_shared)
