@@ -28,7 +28,7 @@ from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, 
 from fa3.distributed.hops import Hops, hops
 from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.planning import methods_for, plan
-from fa3.distributed.transfer import rows_of
+from fa3.distributed.transfer import num_rows_of
 from fa3.distributed.ulysses import Ulysses, ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask
@@ -253,7 +253,7 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     num_ranks, rank, window = groups[0].size(), groups[0].rank(), asked[0].window
     chunks = layout.chunks(integer("seqlen", seqlen, 0), num_ranks)
     order: tuple[int, ...] = ()
-    if rows != (wanted := rows_of(chunks)[rank]):
+    if rows != (wanted := num_rows_of(chunks)[rank]):
         raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
     if method == "auto":
         numbers = seqlen, num_ranks, heads, heads_kv, columns, columns_v

@@ -77,7 +77,7 @@ class Hops:
         self, there: Sequence[Sequence[Tensor]], step: int
     ) -> Iterator[tuple[Hop, Sequence[Tensor]]]:
         """Yield each hop and its keys and values.
-        Those of the first hops are there. Others come now, the next ones before these are used."""
+        Keys of the first hops are there. Others come now, the next ones before these are used."""
 
         def begun(i: int) -> Callable[[], Sequence[Tensor]]:
             if i < len(there) or (coming := self.hops[i].coming) is None:

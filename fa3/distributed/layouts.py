@@ -17,7 +17,7 @@ from torch import Tensor
 from fa3.calls.options import integer
 from fa3.complaints import shown
 from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, groups_of
-from fa3.distributed.transfer import Runs, rows_of, with_begins
+from fa3.distributed.transfer import Runs, num_rows_of, with_begins
 
 
 def check_sequence_layout(layout: object) -> None:
@@ -63,7 +63,7 @@ class SequenceLayout:
         asked["requires_grad"] = rows.requires_grad  # else ranks would hang later
         total = agree_on_rows(self, group, len(rows), asked)
         chunks = self.chunks(total, group.size())
-        padding = [0, 0] * (x.ndim - 1) + [0, max(rows_of(chunks)) - len(rows)]
+        padding = [0, 0] * (x.ndim - 1) + [0, max(num_rows_of(chunks)) - len(rows)]
 
         def run(rows: Tensor) -> tuple[Tensor, tuple]:
             sent = F.pad(rows, padding)

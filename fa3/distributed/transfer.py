@@ -21,7 +21,7 @@ Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 Placed = list[tuple[range, int]]  # runs of rows, each with the number of rows before it
 
 
-def rows_of(chunks: Runs) -> tuple[int, ...]:
+def num_rows_of(chunks: Runs) -> tuple[int, ...]:
     """Return how many rows each rank has."""
     return tuple(sum(map(len, x)) for x in chunks)
 
@@ -74,7 +74,7 @@ def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
                 rows = slice(first - chunk.start + row, last - chunk.start + row)
                 places = slice(first - run.start + place, last - run.start + place)
                 moves.append(Move(source, target, rows, places))
-    return RowExchange(rows_of(wanted), tuple(moves))
+    return RowExchange(num_rows_of(wanted), tuple(moves))
 
 
 def together(runs: Iterable[range]) -> tuple[range, ...]:

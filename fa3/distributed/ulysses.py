@@ -15,7 +15,7 @@ from fa3.distributed.alone import FourGradients
 from fa3.distributed.exchange import RankCall
 from fa3.distributed.hops import Hops, hops
 from fa3.distributed.steps import whole_of
-from fa3.distributed.transfer import Transfer, exchange_of, rows_of, together
+from fa3.distributed.transfer import Transfer, exchange_of, num_rows_of, together
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysse
     out, lse = (heads, columns_v, call.dtype), (heads, 1, torch.float32)
     to_heads = {"qkv": kinds(call.dtype), "d_out": [out], "d_out, d_lse": [out, lse]}
     to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(dkv_dtype)}
-    here, back = call._replace(group=group), there.back(rows_of(near[number]))
+    here, back = call._replace(group=group), there.back(num_rows_of(near[number]))
     split_heads: Any = {"number": 0, "heads": "split"}
     join_heads: Any = {"number": 1, "heads": "join", "is_free": True}
     transfers = {name: here.transfer(there, x, **split_heads) for name, x in to_heads.items()}
