@@ -214,7 +214,7 @@ def test_parts_cover_every_head_and_block_once(head_parts, shares, sizes, first)
                 assert is_full == (blocks.full_begin <= block < blocks.full_end)
                 found.append((of_batch, work.first_head + h, n_block, block))
                 flat = of_batch * sets + (work.first_head + h) // (group // head_parts)
-                assert order.section_of(index) == flat // per_group
+                assert order.group_of_tile(index) == flat // per_group
     assert sorted(found) == [
         (of_batch, head, n_block, block)
         for of_batch in range(batch)
@@ -374,7 +374,7 @@ def test_queries_are_in_the_head_group_of_their_keys(most_heads, keys):
         total = heads * batch * queries
         groups = QueryHeadGroups(total, PlainDivisor(per_group * queries))
         for index in range(order.num_tiles):
-            tile, group = order.tile(index), order.section_of(index)
+            tile, group = order.tile(index), order.group_of_tile(index)
             head = tile.batch * heads + tile.head
             own = range(head * queries, (head + 1) * queries)
             assert {groups.group_of(number) for number in own} == {group}
@@ -382,7 +382,7 @@ def test_queries_are_in_the_head_group_of_their_keys(most_heads, keys):
         in_kernel = KernelOrder(
             keys, heads, batch, per_group, PlainDivisor(per_group * keys), *[None] * 3
         )
-        found = Counter(map(order.section_of, range(order.num_tiles)))
+        found = Counter(map(order.group_of_tile, range(order.num_tiles)))
         assert found == {i: in_kernel.tiles_in(i) for i in range(count)}
         assert sum(map(groups.tiles_in, range(count))) == total
         begins = [groups.tiles_before(group) for group in range(count + 1)]

@@ -24,7 +24,7 @@ from fa3.schedules import (
 )
 from fa3.schedules.order import END, MOST_PARTS, MOST_SLOTS, check_schedule
 
-ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_section=2)
+ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_group=2)
 BLOCKS = 10
 """Key blocks of each of its tiles."""
 
@@ -156,8 +156,8 @@ CLUSTERS = [
     (np.int64(4), TypeError, f"{INTEGER} num_clusters"),
 ]
 OTHERS = [
-    (lambda: StaticPersistent(replace(ORDER, heads_per_section=2.0), 4), TypeError,
-     f"{INTEGER} order.heads_per_section, got 2.0"),
+    (lambda: StaticPersistent(replace(ORDER, heads_per_group=2.0), 4), TypeError,
+     f"{INTEGER} order.heads_per_group, got 2.0"),
     (lambda: replace(Dynamic(ORDER, 4), counters=torch.zeros(2).int()), ValueError,
      "must have no counters and no mailbox"),
     (lambda: replace(Dynamic(ORDER, 4), mailbox=Endless()), ValueError,

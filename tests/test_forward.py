@@ -158,7 +158,7 @@ def test_extreme_options(where):
     + [(128, Window(1000, 0))],
 )
 def test_many_tiles_for_every_cluster(head_dim, window, device):
-    """Several rounds of a persistent schedule, and several sections of heads."""
+    """Several rounds of a persistent schedule, and several head groups."""
     check(make_problem(2, 8192, 8192, 8, head_dim=head_dim, window=window), device)
 
 

@@ -91,20 +91,20 @@ def test_every_schedule_has_a_plan(schedule, head_dim):
     assert plan_forward(problem, H200, schedule=schedule).schedule.name == schedule
 
 
-def test_keys_and_values_of_a_section_fit_in_the_budget():
+def test_keys_and_values_of_a_group_fit_in_the_budget():
     problem = make_problem(batch=4, seqlen_k=8192, num_heads_kv=8, qhead_per_kvhead=4, head_dim=128)
     plan = plan_forward(problem)
-    heads = plan.schedule.order.heads_per_section * plan.config.cluster_h
+    heads = plan.schedule.order.heads_per_group * plan.config.cluster_h
     bytes_per_key_head = 2 * 8192 * (128 + 128)
     assert heads % 4 == 0
     assert heads // 4 * bytes_per_key_head <= H200.l2_bytes
     assert (heads // 4 + 1) * bytes_per_key_head > H200.l2_bytes
 
 
-def test_one_head_too_long_for_the_budget_is_a_section():
+def test_one_head_too_long_for_the_budget_is_a_group():
     problem = make_problem(batch=2, seqlen_k=1 << 20, num_heads_kv=4, qhead_per_kvhead=2)
     plan = plan_forward(problem)
-    assert plan.schedule.order.heads_per_section * plan.config.cluster_h == 2
+    assert plan.schedule.order.heads_per_group * plan.config.cluster_h == 2
 
 
 def test_o_can_only_take_qs_place_if_it_has_its_size():

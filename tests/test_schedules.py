@@ -103,19 +103,19 @@ def test_a_cluster_keeps_to_the_order(schedule):
 
 
 @given(orders())
-def test_heads_come_in_sections_and_rows_run_one_way_in_each(order):
+def test_heads_come_in_groups_and_rows_run_one_way_in_each(order):
     tiles = [order.tile(index) for index in range(order.num_tiles)]
     flat_head = [tile.batch * order.num_heads + tile.head for tile in tiles]
-    section = [head // order.heads_per_section for head in flat_head]
-    assert section == sorted(section)
-    for number in set(section):
-        rows = [t.m_block for t, of in zip(tiles, section, strict=True) if of == number]
+    group = [head // order.heads_per_group for head in flat_head]
+    assert group == sorted(group)
+    for number in set(group):
+        rows = [t.m_block for t, of in zip(tiles, group, strict=True) if of == number]
         down = sorted(rows, reverse=True)
-        assert rows == down or (rows == down[::-1] and number != section[-1])
+        assert rows == down or (rows == down[::-1] and number != group[-1])
 
 
-def test_neighbours_in_a_section_are_the_same_rows_of_different_heads():
-    order = TileOrder(num_m_blocks=2, num_heads=2, batch=2, heads_per_section=4)
+def test_neighbours_in_a_group_are_the_same_rows_of_different_heads():
+    order = TileOrder(num_m_blocks=2, num_heads=2, batch=2, heads_per_group=4)
     assert [tuple(order.tile(index)) for index in range(order.num_tiles)] == [
         *((1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)),
         *((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)),
@@ -142,12 +142,12 @@ def test_a_balanced_list_ends_within_one_tile(schedule, durations):
 
 
 def test_index_is_the_inverse_of_tile():
-    order = TileOrder(num_m_blocks=5, num_heads=3, batch=3, heads_per_section=4)
+    order = TileOrder(num_m_blocks=5, num_heads=3, batch=3, heads_per_group=4)
     assert [order.index(order.tile(i)) for i in range(order.num_tiles)] == list(range(45))
     assert order.m_blocks().tolist() == [order.tile(i).m_block for i in range(45)]
 
 
-ORDER = TileOrder(num_m_blocks=4, num_heads=2, batch=2, heads_per_section=3)
+ORDER = TileOrder(num_m_blocks=4, num_heads=2, batch=2, heads_per_group=3)
 TILES = [ORDER.tile(index) for index in range(ORDER.num_tiles)]
 
 

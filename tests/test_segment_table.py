@@ -260,7 +260,7 @@ class Step(NamedTuple):
     heads: tuple[int, int] = (4, 2)
     window: Window = Window(right=0)
     short: int = 0
-    rows_of_section: int = 1 << 17
+    rows_of_group: int = 1 << 17
 
     @classmethod
     def of(cls, queries: list[int], keys: list[int], *rest, **fields) -> "Step":
@@ -274,7 +274,7 @@ class Step(NamedTuple):
 
     def order(self, table) -> RaggedOrder:
         heads, heads_kv = self.heads
-        return RaggedOrder.of(table, PlainDivisor(heads), heads // heads_kv, self.rows_of_section)
+        return RaggedOrder.of(table, PlainDivisor(heads), heads // heads_kv, self.rows_of_group)
 
     def check(self, table: np.ndarray, columns: list[Segments]) -> None:
         """Compare tables with those of the host, where lengths are right."""
@@ -322,7 +322,7 @@ def host_blocks(table: np.ndarray, kind: TableKind, order: RaggedOrder, heads: i
         for head in range(heads):
             m_block = record.m_block
             if max(record.seqlen_k, 1) > order.rows_at_once:
-                _, m_block = order.in_sections(number * heads + head, number, record)
+                _, m_block = order.in_groups(number * heads + head, number, record)
             sequence = Sequence(record.seqlen_q, record.seqlen_k, kind.window)
             rows = m_block * kind.tile_m, kind.tile_m
             blocks = kind.band.key_blocks(*rows, kind.tile_n, sequence)
@@ -376,7 +376,7 @@ def tables_on_gpu(step: Step, device) -> tuple[np.ndarray, list[Segments]]:
     ends = (integers(*one, device=device) for one in step.ends)
     load_kernel(kernel)(
         *ends, None, None, table[:-64], *step.totals, step.capacity, 0, *step.window, step.short,
-        heads // heads_kv, NUM_CTAS, *[None] * 3, segments[:-64], heads, step.rows_of_section,
+        heads // heads_kv, NUM_CTAS, *[None] * 3, segments[:-64], heads, step.rows_of_group,
     )  # fmt: skip
     assert (table[-64:] == -7).all() and (segments[-64:] == -7).all()
     return table[:-64].cpu().numpy(), columns_in(segments[:-64].tolist())
@@ -402,10 +402,10 @@ WRONG = [*WRONG_ENDS, (0, 300, 0, 300, 0, 300)]
     [
         Step.of([512], [32768]),
         Step.of([300, 1, 200, 20], [9000, 8000, 5000, 300], short=32),
-        Step.of([257, 129], [70_000, 500], window=Window(), rows_of_section=4000),
-        Step.of([3, 0], [500, 9], short=32, rows_of_section=100),
+        Step.of([257, 129], [70_000, 500], window=Window(), rows_of_group=4000),
+        Step.of([3, 0], [500, 9], short=32, rows_of_group=100),
         Step.of([512] + [1] * 15, [16384] + [2048] * 15, short=32, heads=(32, 8)),
-        Step.of([1700, 300, 2], [33_000, 300, 9000], short=32, heads=(32, 8), rows_of_section=9000),
+        Step.of([1700, 300, 2], [33_000, 300, 9000], short=32, heads=(32, 8), rows_of_group=9000),
         Step.of([1024] + [1] * 31, [32768] + [4096] * 31, short=32, heads=(32, 8)),
         Step.of([640, 640], [5000, 4000], heads=(32, 8)),
     ],
@@ -430,10 +430,10 @@ def test_all_parts_are_written_on_a_gpu(device):
 @pytest.mark.parametrize("window", [Window(right=0), Window(), Window(5000, 5)], ids=str)
 def test_tables_are_those_of_the_host(window, device):
     """One kernel for each window, and pairs of what it is launched with."""
-    for lengths, short, rows_of_section, heads in combine(
+    for lengths, short, rows_of_group, heads in combine(
         [batches(), (0, 32), (1 << 17, 4000), ((4, 2), (32, 8))]
     ):
-        step = Step.of(*lengths, heads, window, short, rows_of_section)
+        step = Step.of(*lengths, heads, window, short, rows_of_group)
         step.check(*tables_on_gpu(step, device))
 
 

@@ -244,7 +244,7 @@ class BackwardRoles:
         """The head group of a key tile."""
         if self.kernel.is_ragged:
             return self.schedule.order.group_of(self.schedule.segment(cursor).tile.head)
-        return self.schedule.order.section_of(cursor.index)
+        return self.schedule.order.group_of_tile(cursor.index)
 
     def num_key_tiles(self, segment):
         """Key tiles of a segment's sequence and head."""

@@ -205,12 +205,12 @@ class Forward(AttentionKernel):
             if self.packs_sequences and config is self.config:
                 kind, table = MultiSequenceOrder, call.schedule_state
             ratio = heads_q // call.k.shape[-2]
-            return kind.of(table, Divisor.of(heads_q), ratio, call.heads_per_section)
+            return kind.of(table, Divisor.of(heads_q), ratio, call.heads_per_group)
         return KernelOrder.of(
             cute.ceil_div(rows_q, config.tile_m * config.cluster_m),
             heads_q // config.cluster_h,
             self.batch(call),
-            call.heads_per_section * (self.config.cluster_h // config.cluster_h),
+            call.heads_per_group * (self.config.cluster_h // config.cluster_h),
         )
 
     def marks(self, call: ForwardArguments) -> RecomputeMask | None:

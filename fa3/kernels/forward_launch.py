@@ -179,7 +179,7 @@ class ForwardArguments(NamedTuple):
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
-    heads_per_section: int  # of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`
+    heads_per_group: int  # of `TileOrder`; with a table, its `RaggedOrder.rows_of_group`
     num_clusters: int  # clusters to launch
     schedule_state: object = None  # int32; the schedule's table, counters or marks
     # (`numbers_of_parts`,) float32; None if the schedule does not split tiles.

@@ -53,13 +53,13 @@ MOST_WORK = 1 << 30  # key blocks of all tiles that 32 bits can count and multip
 class SegmentTableArguments(
     namedtuple(
         "SegmentTableArguments",
-        (*TileTableArguments._fields, "segments", "heads", "rows_of_section"),
+        (*TileTableArguments._fields, "segments", "heads", "rows_of_group"),
     )
 ):
     """The arguments of a launch, in this order; the stream comes last.
 
     After `TileTableArguments` comes `segments`, int32, which receives `segment_rows` segments for
-    each of `num_ctas` CTAs at most; then query heads, and `rows_of_section` of `RaggedOrder`.
+    each of `num_ctas` CTAs at most; then query heads, and `rows_of_group` of `RaggedOrder`.
     """
 
     __slots__ = ()
@@ -88,7 +88,7 @@ class SegmentTable(KernelBase):
     @cute.jit
     def launch(self, call: SegmentTableArguments, stream):
         heads = Divisor.of(call.heads)
-        order = RaggedOrder.of(call.table, heads, call.qhead_per_kvhead, call.rows_of_section)
+        order = RaggedOrder.of(call.table, heads, call.qhead_per_kvhead, call.rows_of_group)
         tiles = arguments.operands_of(TileTableArguments, call)
         self.kernel(tiles, order, call.segments).launch(
             grid=(1, 1, 1), block=(CUTTERS, 1, 1), stream=stream, use_pdl=True

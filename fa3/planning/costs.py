@@ -196,7 +196,7 @@ class Gpu:
 
     name: str
     num_sms: int  # streaming multiprocessors
-    l2_bytes: int  # bytes of L2 that the K and V of one section of heads may take
+    l2_bytes: int  # bytes of L2 that the K and V of one head group may take
 
     @property
     def costs(self) -> Costs:

@@ -78,8 +78,8 @@ class Plan(PlanBase):
         if not self.config.fixed_reference:
             return None
         config = self.config.recompute
-        heads = self.schedule.order.heads_per_section * self.config.cluster_h
-        order = replace(TiledProblem(self.problem, self.gpu, config).order, heads_per_section=heads)
+        heads = self.schedule.order.heads_per_group * self.config.cluster_h
+        order = replace(TiledProblem(self.problem, self.gpu, config).order, heads_per_group=heads)
         schedule = RecomputeTiles(order, min(self.gpu.num_sms, order.num_tiles))
         return replace(self, config=config, schedule=schedule)
 
@@ -87,7 +87,7 @@ class Plan(PlanBase):
         """Return what is launched: the kernel, perhaps instrumented, then recompute if marked."""
         schedule, recompute = self.schedule, self.recompute
         named: dict[str, Any] = {
-            "heads_per_section": schedule.order.heads_per_section,
+            "heads_per_group": schedule.order.heads_per_group,
             "num_clusters": schedule.num_clusters,
         }
         if isinstance(schedule, SplitTiles):
@@ -156,7 +156,7 @@ class Plan(PlanBase):
         lane = "An SM" if cluster == 1 else f"A cluster of {cluster} SMs"
         ctas, tiles = schedule.num_clusters * cluster, order.num_tiles * cluster
         heads = problem.num_heads_q * problem.batch
-        groups = -(-order.num_heads * order.batch // order.heads_per_section)
+        groups = -(-order.num_heads * order.batch // order.heads_per_group)
         together = counted(heads, "head") + " together"
         if groups > 1:
             together = f"{heads:,} heads in {groups} head groups, one after another"

@@ -9,7 +9,7 @@ planner compares whole tiles by the loads of `loads_of_whole_tiles`, without mak
 
     compute   when the last cluster is done. A segment takes tile_us, and full_us or masked_us
               for each of its key blocks; clusters take segments as their schedule says.
-    memory    bytes through device memory over its bandwidth. The K and V of a section of heads
+    memory    bytes through device memory over its bandwidth. The K and V of a head group
               are read once if they fit into L2, else once for every wave of clusters. Each part of
               a tile reads its own keys, if L2 does not hold the keys of all heads.
     launch    the time of a launch when kernels follow each other, and the schedule's overhead.
@@ -141,13 +141,13 @@ def bytes_moved(tiled: TiledProblem, load: Load) -> float:
     """Bytes that a call moves through device memory."""
     problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
-    kv_heads = max(1, order.heads_per_section * config.cluster_h // problem.qhead_per_kvhead)
+    kv_heads = max(1, order.heads_per_group * config.cluster_h // problem.qhead_per_kvhead)
     bytes_of_key = spec.key_bytes
-    section = problem.seqlen_k * bytes_of_key * kv_heads
-    waves = order.num_m_blocks * order.heads_per_section * config.cluster / gpu.num_sms
-    spilled = max(0, section - gpu.l2_bytes)
-    sections = order.num_heads * order.batch / order.heads_per_section
-    again = sections * max(0.0, waves - 1) * spilled
+    group_bytes = problem.seqlen_k * bytes_of_key * kv_heads
+    waves = order.num_m_blocks * order.heads_per_group * config.cluster / gpu.num_sms
+    spilled = max(0, group_bytes - gpu.l2_bytes)
+    num_groups = order.num_heads * order.batch / order.heads_per_group
+    again = num_groups * max(0.0, waves - 1) * spilled
     all_keys = problem.batch * problem.num_heads_kv * problem.seqlen_k
     if load.num_parts and all_keys * bytes_of_key > gpu.l2_bytes:
         apart = APART * load.blocks_of_parts * config.tile_n

@@ -242,7 +242,7 @@ class Signature:
         table = Launch.of(kernel, TileTableArguments, **named)
         values: dict[str, Any] = {"schedule_state": FromCall("table")}
         if splits:
-            named["rows_of_section"] = self.rows_of_section
+            named["rows_of_group"] = self.rows_of_group
             table = Launch.of(SegmentTable(kernel), SegmentTableArguments, **named)
             values = {"schedule_state": FromCall("segments"), "num_slots": FromCall("num_slots")}
         if splits and any(score.kind is Alibi for score in self.spec.scores):
@@ -278,7 +278,7 @@ class Signature:
 
     def launch_of(self, kernel: Forward, overlaps_decode: int = 0, **named: Any) -> Launch:
         """Return a launch of the forward kernel."""
-        named |= {"heads_per_section": self.rows_of_section, "overlaps_decode": overlaps_decode}
+        named |= {"heads_per_group": self.rows_of_group, "overlaps_decode": overlaps_decode}
         return launch_of_forward(kernel, self.window, **named)
 
     def recompute_of(self, kernel: Forward) -> Launch:
@@ -287,7 +287,7 @@ class Signature:
         return self.launch_of(kernel, schedule_state=FromCall("marks"), num_clusters=clusters)
 
     @property
-    def rows_of_section(self) -> int:
+    def rows_of_group(self) -> int:
         """Rows of K and V of one head that fit in L2."""
         share = 1.0 if self.cache or has_mask(self.spec) else PACKED_SHARE
         return int(share * self.gpu.l2_bytes) // self.spec.key_bytes

@@ -39,7 +39,7 @@ class TiledProblem:
             -(-problem.seqlen_q // self.rows),
             problem.num_heads_q // config.cluster_h,
             problem.batch,
-            max(1, self.heads_per_section // config.cluster_h),
+            max(1, self.heads_per_group // config.cluster_h),
         )
 
     @property
@@ -48,8 +48,8 @@ class TiledProblem:
         return self.config.tile_m * self.config.cluster_m
 
     @property
-    def heads_per_section(self) -> int:
-        """Consecutive query heads whose K and V fit into L2: a section.
+    def heads_per_group(self) -> int:
+        """Consecutive query heads whose K and V fit L2: a head group.
         Without a mask it is the smaller `FULL_SHARE` of L2, if that holds two or more heads."""
         problem, spec = self.problem, self.problem.spec
         kv_bytes = max(1, problem.seqlen_k * spec.key_bytes)
@@ -206,9 +206,9 @@ TILINGS_IN_FP8 = tuple(
 tiling for head size 128 was chosen by measurement, on 2026-11-27."""
 
 FULL_SHARE = 0.2
-"""Share of L2's bytes for K and V that a section has without a mask, where no longest tile must be
-early. Its tiles then run at about the same time: 2 to 10% faster at 300 to 4k keys, at 16k up to 3%
-slower with one head instead of four (docs/experiments.md)."""
+"""Share of L2's bytes for K and V that a head group has without a mask, where no longest tile must
+be early. Its tiles then run at about the same time: 2 to 10% faster at 300 to 4k keys, at 16k up to
+3% slower with one head instead of four (docs/experiments.md)."""
 
 FEW_TILES = 8
 """With fewer query tiles per head, an odd number of them makes clusters of two cost more than they

@@ -95,9 +95,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Numbers all tiles, by sections, the last query rows first.
+    """Numbers all tiles, by head groups, the last query rows first.
 
-    A section is `heads_per_section` consecutive (batch, head) pairs whose K and V fit in L2
+    A head group is `heads_per_group` consecutive (batch, head) pairs whose K and V fit in L2
     together. Inside it the row block is the slow index and runs down: with a causal mask the
     longest tiles come first (longest-first), and neighbours in the order share K and V.
     """
@@ -105,7 +105,7 @@ class TileOrder:
     num_m_blocks: int
     num_heads: int
     batch: int
-    heads_per_section: int
+    heads_per_group: int
 
     @property
     def num_tiles(self):
@@ -116,29 +116,29 @@ class TileOrder:
         Faster than calling `tile` for each."""
         count = self.num_tiles if count is None else count
         downwards = np.arange(self.num_m_blocks - 1, -1, -1)
-        sections, last = divmod(self.num_heads * self.batch, self.heads_per_section)
+        groups, last = divmod(self.num_heads * self.batch, self.heads_per_group)
         ends = np.repeat(downwards, last)
-        section = np.repeat(downwards, self.heads_per_section)
-        needed = min(sections, -(-max(0, count - len(ends)) // max(1, len(section))))
-        numbers = np.concatenate((np.tile(section, needed), ends))
+        group = np.repeat(downwards, self.heads_per_group)
+        needed = min(groups, -(-max(0, count - len(ends)) // max(1, len(group))))
+        numbers = np.concatenate((np.tile(group, needed), ends))
         return numbers[len(numbers) - count :]
 
     def tile(self, index) -> Tile:
         """The tile with this number, 0 <= index < num_tiles."""
-        section = self.section_of(index)
-        first_head = section * self.heads_per_section
-        heads = smaller(self.heads_per_section, self.num_heads * self.batch - first_head)
+        group = self.group_of_tile(index)
+        first_head = group * self.heads_per_group
+        heads = smaller(self.heads_per_group, self.num_heads * self.batch - first_head)
         within = index - first_head * self.num_m_blocks
         rank = self.rank_of(within, heads)
         flat_head = first_head + within - rank * heads
         batch = self.batch_of(flat_head)
         return Tile(self.num_m_blocks - 1 - rank, flat_head - batch * self.num_heads, batch)
 
-    def section_of(self, index):
-        return index // (self.heads_per_section * self.num_m_blocks)
+    def group_of_tile(self, index):
+        return index // (self.heads_per_group * self.num_m_blocks)
 
     def rank_of(self, within, heads):
-        """The row block, from below, of a tile `within` a section."""
+        """The row block, from below, of a tile `within` a head group."""
         return within // heads
 
     def batch_of(self, flat_head):
@@ -148,8 +148,8 @@ class TileOrder:
         """The number of a tile; the inverse of `tile`."""
         flat_heads = self.num_heads * self.batch
         flat_head = tile.batch * self.num_heads + tile.head
-        first_head = flat_head - flat_head % self.heads_per_section
-        heads = smaller(self.heads_per_section, flat_heads - first_head)
+        first_head = flat_head - flat_head % self.heads_per_group
+        heads = smaller(self.heads_per_group, flat_heads - first_head)
         rank = self.num_m_blocks - 1 - tile.m_block
         return first_head * self.num_m_blocks + rank * heads + flat_head - first_head
 
@@ -162,31 +162,31 @@ class TileOrder:
 class KernelOrder(TileOrder):
     """The order inside a kernel, with prepared divisors."""
 
-    tiles_of_section: Divisor  # tiles of all sections but the last
-    # heads_of_section, heads_of_last: heads of all sections but the last, and of the last.
-    heads_of_section: Divisor
+    tiles_of_group: Divisor  # tiles of all head groups but the last
+    # heads_of_group, heads_of_last: heads of all head groups but the last, and of the last.
+    heads_of_group: Divisor
     heads_of_last: Divisor
     heads: Divisor  # `num_heads`
 
     @classmethod
-    def of(cls, num_m_blocks, num_heads, batch, heads_per_section) -> "KernelOrder":
+    def of(cls, num_m_blocks, num_heads, batch, heads_per_group) -> "KernelOrder":
         """Prepare the divisions; on the host."""
-        last = (num_heads * batch - 1) % heads_per_section + 1
-        divisors = heads_per_section * num_m_blocks, heads_per_section, last, num_heads
-        return cls(num_m_blocks, num_heads, batch, heads_per_section, *map(Divisor.of, divisors))
+        last = (num_heads * batch - 1) % heads_per_group + 1
+        divisors = heads_per_group * num_m_blocks, heads_per_group, last, num_heads
+        return cls(num_m_blocks, num_heads, batch, heads_per_group, *map(Divisor.of, divisors))
 
-    def section_of(self, index):
-        return self.tiles_of_section.quotient(index)
+    def group_of_tile(self, index):
+        return self.tiles_of_group.quotient(index)
 
-    def tiles_in(self, section):
-        """How many tiles a section has."""
-        full = self.tiles_of_section.value
-        return smaller(self.num_tiles - section * full, full)
+    def tiles_in(self, group):
+        """How many tiles a head group has."""
+        full = self.tiles_of_group.value
+        return smaller(self.num_tiles - group * full, full)
 
     @cute.jit
     def rank_of(self, within, heads):
-        rank = self.heads_of_section.quotient(within)
-        if heads != self.heads_per_section:
+        rank = self.heads_of_group.quotient(within)
+        if heads != self.heads_per_group:
             rank = self.heads_of_last.quotient(within)
         return rank
 

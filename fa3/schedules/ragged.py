@@ -8,8 +8,7 @@ are.
 
 There are as many tiles for each record as there are query heads, so tile i belongs to the sequence
 of record i // heads. Inside of a sequence, tiles are in head groups whose K and V fit in L2
-together, as in `TileOrder`: a head group has all row blocks of its heads. The code calls a head
-group a section.
+together, as in `TileOrder`: a head group has all row blocks of its heads.
 
 The backward kernel walks a table of key tiles (`RaggedKeyTiles`), once for each head group,
 sequence by sequence. So it can preprocess the queries of later head groups, and convert dQ of
@@ -136,14 +135,14 @@ class RaggedOrder(TableOrder):
     """Numbers packed sequences' tiles of all query heads, in head groups."""
 
     heads_of_key: int  # query heads that share one key/value head
-    rows_of_section: int  # rows of K and V of one head that fit in L2
+    rows_of_group: int  # rows of K and V of one head that fit in L2
     rows_at_once: int  # rows of all heads that do
 
     @classmethod
-    def of(cls, table, heads: Divisor, heads_of_key, rows_of_section) -> "RaggedOrder":
+    def of(cls, table, heads: Divisor, heads_of_key, rows_of_group) -> "RaggedOrder":
         """The order of a table, with what is divided before the launch."""
-        at_once = rows_of_section // (heads.value // heads_of_key)
-        return cls(table, heads, heads_of_key, rows_of_section, at_once)
+        at_once = rows_of_group // (heads.value // heads_of_key)
+        return cls(table, heads, heads_of_key, rows_of_group, at_once)
 
     def tile_of(self, index, number, record) -> tuple[Int32, TileRecord]:
         head, m_block = self.within(index, number, record)
@@ -154,23 +153,23 @@ class RaggedOrder(TableOrder):
         """The head and row block of a tile."""
         head, m_block = index - number * self.heads.value, record.m_block
         if larger(record.seqlen_k, 1) > self.rows_at_once:
-            head, m_block = self.in_sections(index, number, record)
+            head, m_block = self.in_groups(index, number, record)
         return head, m_block
 
-    def in_sections(self, index, number, record) -> tuple:
+    def in_groups(self, index, number, record) -> tuple:
         """A tile's head and row block, given the record with this number."""
         heads, num_m_blocks = self.heads.value, record.num_m_blocks
         before = num_m_blocks - 1 - record.m_block
         # From here on the number counts the tiles of the sequence.
         number = index - number * heads + before * heads
-        fitting = larger(self.rows_of_section // larger(record.seqlen_k, 1), 1)
-        heads_of_section = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
-        # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
+        fitting = larger(self.rows_of_group // larger(record.seqlen_k, 1), 1)
+        heads_of_group = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
+        # If one group has fewer heads, it is the first: the tiles at the end, which fill the gaps
         # between CTAs, are then as many as they can be.
-        missing = (heads + heads_of_section - 1) // heads_of_section * heads_of_section - heads
-        section = (number + missing * num_m_blocks) // (num_m_blocks * heads_of_section)
-        end_head = (section + 1) * heads_of_section - missing
-        first_head = larger(end_head - heads_of_section, 0)
+        missing = (heads + heads_of_group - 1) // heads_of_group * heads_of_group - heads
+        group = (number + missing * num_m_blocks) // (num_m_blocks * heads_of_group)
+        end_head = (group + 1) * heads_of_group - missing
+        first_head = larger(end_head - heads_of_group, 0)
         heads_here = end_head - first_head
         rest = number - first_head * num_m_blocks
         rank = rest // heads_here
