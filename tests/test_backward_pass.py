@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
@@ -21,9 +22,10 @@ from fa3.planning.backward import (
     shares_of_packed,
     words_of_counters,
 )
+from fa3.planning.costs import H200
 from fa3.planning.key_split import KeyShares
 from fa3.primitives import key_line
-from fa3.primitives.arithmetic import PlainDivisor
+from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.gradient_parts import (
     HEAD,
     RISE,
@@ -35,7 +37,7 @@ from fa3.primitives.gradient_parts import (
     parts_of_last,
     parts_of_tile,
 )
-from fa3.primitives.key_line import TILES_OF_LINE, KeyLine, rank_at
+from fa3.primitives.key_line import FRACTION, TILES_OF_LINE, KeyLine, rank_at
 from fa3.primitives.query_tiles import QueryWalk, number_of_packed_tiles
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
@@ -314,6 +316,10 @@ def test_ends_of_parts_of_the_longest_sequences_fit_into_32_bits():
     with np.errstate(over="raise"):
         walked = blocks_of_head(work, none, Blocks(none, none, *[count_32] * 2), none, count_32)
     assert (walked.begin, walked.end) == (count * 5 // HEAD, count)
+    # On few SMs parts are longer than a line.
+    problem, gpu = make_problem(1, 1 << 26, 4096, head_dim=128), replace(H200, num_sms=16)
+    length = BackwardPlan.of(problem, gpu, is_ordered=True).shares.line_length or 0
+    assert length * FRACTION <= LARGEST
 
 
 @given(parts=st.integers(1, 20), order=st.randoms(use_true_random=False))

@@ -56,7 +56,7 @@ MOST_LINES = 4
 """Lines in a fixed order, at most. With 1 to 4 it kept 0.91 to 1.01 of the plain speed, where equal
 parts kept 0.74 to 0.96; with 8 lines of 2k keys it kept less than those (docs/experiments.md)."""
 
-MOST_UNITS = 1 << 20  # of a line; `KeyLine` multiplies a part's units in 32 bits
+MOST_UNITS = 1 << 20  # of a line, and of a part; `KeyLine` multiplies the latter in 32 bits
 
 
 class KeyShares(NamedTuple):
@@ -186,10 +186,10 @@ def share_lines(
     fits = (n for n in range(1, group + 1) if group % n == 0 and n * fitting >= group)
     sets = next(fits, group)
     units, lines = [tile.blocks * (group // sets) for tile in tiles], heads * sets
-    if sets > most_sets or lines > MOST_LINES or max(units) > MOST_UNITS:
-        return None
     at_once = lines_of_group(lines, group // sets, fitting)
     least, costs = max(1, sum(units) * at_once // num_sms), {}
+    if sets > most_sets or lines > MOST_LINES or max(2 * least, *units) > MOST_UNITS:
+        return None
     for length in {least * (8 + i) // 8 for i in range(9)}:
         cuts = [cuts_of_line(length, len(units), n, count) for n, count in enumerate(units)]
         counts = list(map(len, cuts))
