@@ -286,7 +286,7 @@ def problem_posed_by(
     dropout_p: float,
 ) -> Problem:
     """The problem of a call; `Problem.of` says what the arguments are."""
-    q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
+    q, k, v = (described_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
     slopes, sinks, score, mask = modifiers
     functions, _ = functions_of(q, score, mask)
     options = checked_options(
@@ -303,7 +303,7 @@ def problem_posed_by(
     return call.problem(options)
 
 
-def posed_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
+def described_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
     """Describe a tensor, or a CPU tensor of this shape."""
     if isinstance(value, torch.Tensor):
         if dtype is not None:

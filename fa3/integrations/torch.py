@@ -133,7 +133,7 @@ class AtenArguments(NamedTuple):
     dropout_p: float = 0.0
     is_causal: bool = False
     return_debug_mask: bool = False
-    # rng_state, unused: what `drawn` gave in the forward pass; see `RENAMED`.
+    # rng_state, unused: what `dropout_results` gave in the forward pass; see `RENAMED`.
     rng_state: torch.Tensor = NO_TENSOR
     unused: torch.Tensor = NO_TENSOR
     scale: float | None = None
@@ -201,7 +201,7 @@ def sdpa_forward(call: AtenArguments) -> tuple:
     out = torch.empty_like(call.query)
     lse, state = attend_into(call.tokens_first(), out.transpose(1, 2))
     lengths = call.query.shape[2], call.key.shape[2]
-    return out, lse, None, None, *lengths, *drawn(call.query, state)
+    return out, lse, None, None, *lengths, *dropout_results(call.query, state)
 
 
 def sdpa_backward(call: AtenArguments) -> tuple[torch.Tensor, ...]:
@@ -213,7 +213,7 @@ def flash_forward(call: AtenArguments) -> tuple:
     """aten::_flash_attention_forward."""
     out = torch.empty_like(call.query)
     lse, state = attend_into(call, out)
-    return out, lse, *drawn(call.query, state)
+    return out, lse, *dropout_results(call.query, state)
 
 
 def flash_forward_into(call: AtenArguments) -> torch.Tensor | None:
@@ -270,7 +270,7 @@ def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)
 
 
-def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def dropout_results(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return what torch keeps of dropout: rng_state, unused and debug_attn_mask."""
     unused = query.new_empty((), dtype=torch.uint64)
     # What was not drawn is not read: like torch's own, it is not filled, which takes a launch.

@@ -41,7 +41,7 @@ def show_plan(options: argparse.Namespace) -> None:
             raise ValueError(f"--{option} goes with --call {call}, got --call {options.call}")
     gpu = as_gpu(options.gpu) if options.gpu else known_gpus()[0]
     problem = problem_of(options.shape, options)
-    plan, text = explained(options, problem, gpu)
+    plan, text = plan_and_text(options, problem, gpu)
     if options.png:
         if not isinstance(plan, Plan):
             raise ValueError(
@@ -55,7 +55,7 @@ def show_plan(options: argparse.Namespace) -> None:
         print("Tuned    The fastest plan that `fa3 tune` measured on this GPU.")
 
 
-def explained(
+def plan_and_text(
     options: argparse.Namespace, problem: Problem, gpu: Gpu
 ) -> tuple[Plan | DecodePlan | None, str]:
     """How the options' call runs, without gradients: plan and words."""

@@ -122,7 +122,7 @@ def warmup(
     if window_size is not None or not causal:
         bounds = (NO_BOUND, NO_BOUND) if window_size is None else window_size
         window = check_window(as_pair(bounds), causal)
-    counts = (None, None) if heads is None else each("heads", heads, integer)
+    counts = (None, None) if heads is None else values_of("heads", heads, integer)
     if len(counts) != 2:
         raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
     model = with_options(
@@ -137,8 +137,8 @@ def warmup(
         sinks=flag("sinks", sinks) or None,
         has_fp8_cache=one_of("cache_dtype", cache_dtype, CACHE_DTYPES) == "fp8" or None,
     )
-    calls = each("calls", calls, one_of, CALLS)
-    page_sizes = each("page_sizes", page_sizes, integer, 0)
+    calls = values_of("calls", calls, one_of, CALLS)
+    page_sizes = values_of("page_sizes", page_sizes, integer, 0)
     processes = None if processes is None else integer("processes", processes, 1)
     wanted = dict.fromkeys(kernels_of(model, calls, page_sizes, rotary_of(model, rotary)))
     if not wanted:
@@ -187,7 +187,7 @@ def one_of(name: str, value: str, accepted: Iterable[str]) -> str:
     return value
 
 
-def each(name: str, values: Iterable, check: Callable, *limits: Any) -> tuple:
+def values_of(name: str, values: Iterable, check: Callable, *limits: Any) -> tuple:
     """An option of several values, each as `check` returns it."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a tuple or a list, got {shown(values)}")
