@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
-from fa3.running.compiler import OPTIONS, Kernel, compiled
+from fa3.kernels.kernel_base import KernelBase
+from fa3.running.compiler import OPTIONS, compiled
 
 NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
 
@@ -37,7 +38,7 @@ class CompiledKernel:
     ptxas_log: str
 
 
-def compile_kernel(kernel: Kernel) -> CompiledKernel:
+def compile_kernel(kernel: KernelBase) -> CompiledKernel:
     """Compile a kernel without the cache; keep its machine code and the compiler's remarks."""
     with tempfile.TemporaryDirectory() as folder:
         remarks = Path(folder, "remarks.yaml")

@@ -10,7 +10,7 @@ import golden
 
 from benchmarks import cubin
 from benchmarks.cubin import CubinReport, compile_kernel, opcode
-from fa3.running.compiler import Kernel
+from fa3.kernels.kernel_base import KernelBase
 
 REGISTERS_OF_SM = 65536
 
@@ -79,7 +79,7 @@ def inspect(code: bytes) -> KernelReport:
     return report
 
 
-def report_of(kernel: Kernel, ctas_of_sm: int = 1, most_spills: int = 0) -> KernelReport:
+def report_of(kernel: KernelBase, ctas_of_sm: int = 1, most_spills: int = 0) -> KernelReport:
     """Compile a kernel and return its report: its registers do, and ptxas had no complaint."""
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from fake_gpu import noting_launches
 from gpu_checks import captured, forget_prepared_calls
 from invalid_arguments import WRONG_VALUES
 from kvcache_problems import CacheProblem, make_call, random_problem
@@ -26,6 +27,7 @@ from fa3.calls.options import CACHED, Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import values_on_host
 from fa3.kernels.decode import Decode
+from fa3.kernels.segment_table import SegmentTable, SegmentTableArguments
 from fa3.planning import decode as planning
 
 DTYPES = ("bfloat16", "float16")
@@ -235,16 +237,20 @@ def test_a_cache_without_pages_or_rows(where):
         assert (out == 0).all() and (lse == sinks[:, None]).all()
 
 
-def test_another_default_device_changes_nothing():
+@pytest.mark.parametrize(
+    ("kind", "other", "usual"), [("device", "meta", None), ("dtype", torch.float64, torch.float32)]
+)
+def test_other_defaults_change_nothing(kind, other, usual):
+    set_default = getattr(torch, f"set_default_{kind}")
     call = make_call(CacheProblem((150, 9), 2, (2, 2), page_size=16, rotary=(32, False, "float32")))
     before = run(call, num_splits=3, cache_seqlens=9)
-    torch.set_default_device("meta")
+    set_default(other)
     try:
         after = run(call, num_splits=3, cache_seqlens=9)
         metadata = get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
         full = flash_attn_func(call["q"], call["k"], call["v"])
     finally:
-        torch.set_default_device(None)
+        set_default(usual)
     assert_same_bits(before, after)
     assert metadata == get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
     with pytest.raises(TypeError, match="must come from get_scheduler_metadata, got tuple"):
@@ -524,6 +530,20 @@ def test_more_key_blocks_than_32_bits_count(device):
         torch.testing.assert_close(out[sequence, rows].double(), expected[0], rtol=2e-2, atol=5e-3)
         expected_lse = expected_lse[0] + math.log(repeats)
         torch.testing.assert_close(lse[sequence][:, rows].double(), expected_lse, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_equal_queries_have_lasting_ends(is_captured, monkeypatch):
+    """Made once. What is made during a capture lies in the graph's memory, and is not kept."""
+    q, k = torch.zeros(3, 512, 8, 128).bfloat16(), torch.zeros(3, 8192, 1, 128).bfloat16()
+    with noting_launches() as notes:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+        for _ in range(2):
+            flash_attn_with_kvcache(q, k, k, causal=True)
+    ends = [given[SegmentTableArguments._fields.index("cu_seqlens_q")]
+            for kernel, given in notes.launches if isinstance(kernel, SegmentTable)]  # fmt: skip
+    assert len(ends) == 2 and (ends[0] is ends[1]) != is_captured
+    assert all(one.tolist() == [0, 512, 1024, 1536] for one in ends)
 
 
 # --------------------------------------------------------------------------------- appending

@@ -198,6 +198,8 @@ def test_tiles_stay_whole_where_they_keep_all_sms_busy(seqlens, heads, whole):
         (64, 4096, {}, True),
         (65, 4096, {}, False),
         (65, 200, {}, True),
+        (65, 4096, {"page_size": 64}, False),
+        (65, 4096, {"page_size": 3}, True),
         (65, 4096, {"sm_margin": 66}, True),
         (65, 4096, {"cache_leftpad": torch.zeros(132, dtype=torch.int32)}, True),
     ],
@@ -297,10 +299,6 @@ def test_assertions_check_lengths_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"^cache_seqlens cannot be read back while .* captured"):
         get_scheduler_metadata(*arguments)
-
-
-def test_the_window_is_folded():
-    assert metadata([30], causal=True).window == Window(right=0)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from operator import itemgetter
 from sys import intern
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
@@ -38,7 +39,14 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import REMEMBERED
 from fa3.reference.walker import execute, execute_decode, execute_packed
 from fa3.running.compiler import load_kernel
-from fa3.running.memory import Table, capture_of, counters_of, current_device, current_stream
+from fa3.running.memory import (
+    Table,
+    capture_of,
+    counters_of,
+    current_device,
+    current_stream,
+    is_capturing,
+)
 from fa3.schedules.recompute import words_of_marks
 from fa3.schedules.split import FIELDS
 from fa3.schedules.stretches import most_slots
@@ -277,27 +285,36 @@ class PackedCall:
 
 
 class EqualQueries(NamedTuple):
-    """How cache calls with equally many queries run: as packed ones."""
+    """How calls on a cache with equally many queries run: packed."""
 
     packed: PackedCall
     sizes: PackedSizes  # the same in all calls
+    # Where sequences end, on a GPU. None if it would have been made during a capture: then each
+    # call makes its own, which takes a launch.
+    ends: Table | None
 
     def attend(self, values: dict[str, Any], sizes: None = None) -> None:
         """Write out and, unless it is None, the log-sum-exp.
         `values` are of the call, by name; q, out and the log-sum-exp become packed ones."""
         q, out, lse = values["q"], values["o"], values["lse"]
-        batch, seqlen, heads, _ = q.shape
-        rows = batch * seqlen
+        if self.ends is not None and q.device.index != current_device():
+            with torch.cuda.device(q.device):
+                return self.attend(values)
+        (batch, seqlen, heads, _), rows = q.shape, self.sizes.total_q
         values["q"], values["o"] = (x.view(rows, heads, x.shape[3]) for x in (q, out))
-        values["cu_seqlens_q"] = torch.arange(
-            0, rows + 1, seqlen, dtype=torch.int32, device=q.device
-        )
+        if self.ends is None:
+            ends = torch.arange(0, rows + 1, seqlen, dtype=torch.int32, device=q.device)
+        else:
+            stream = current_stream(q.device.index)
+            ends = self.ends.on(stream, capture_of(stream))
+        values["cu_seqlens_q"] = ends
         if lse is not None:
             # In a packed log-sum-exp, heads come first.
             packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
         self.packed.attend(values, self.sizes)
         if lse is not None and batch > 1:
             lse.copy_(packed.view(heads, batch, seqlen).transpose(0, 1))
+        return None
 
 
 packed_call = functools.lru_cache(maxsize=REMEMBERED)(PackedCall.of)
@@ -320,26 +337,20 @@ def prepare_on_cache(
     signature = Signature(
         routes.CACHE, spec, window, call.heads_q, call.heads_kv,
         gpu_for_call(device, options.sm_margin), options.sm_margin, call.cache_layout,
-        call.capacity, 1 if fits else call.batch, call.is_packed,
+        call.capacity, 1 if fits else call.batch, call.is_packed or call.may_be_packed,
         has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
-        appends=call.k_new is not None and not call.is_packed,
     )  # fmt: skip
     rows = MOST_RAGGED_ROWS if call.is_packed else call.batch * call.seqlen_q
     sizes = PackedSizes(call.batch, call.heads_q, rows, 0, call.seqlen_q, call.capacity)
-    if call.may_be_packed:
-        packed = replace(signature, has_packed_queries=True, appends=False)
-        name, most_queries, _ = routes.choose_route(packed, sizes)
-        if name != routes.DECODE:
-            made = packed_call(packed, on_gpu)
-            if made.prepared is not None:
-                made.prepared(name, most_queries)
-            return EqualQueries(made, sizes)
     name, most_queries, _ = routes.choose_route(signature, sizes)
     if name == routes.DECODE:
+        signature = replace(
+            signature, has_packed_queries=call.is_packed, has_fp8_q=call.q.dtype == FP8_DTYPE,
+            appends=call.k_new is not None and not call.is_packed,
+        )  # fmt: skip
         # The number of packed sequences and their most queries change in every step. So it does not
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
-        signature = replace(signature, has_fp8_q=call.q.dtype == FP8_DTYPE)
         if not (call.is_packed and signature.may_split) or call.has_fp8_cache:
             signature = replace(signature, batch=call.batch)
         made = packed_call(signature, on_gpu)
@@ -350,9 +361,16 @@ def prepare_on_cache(
         # Without a route to look up in each call.
         return PreparedPlan(plan, made.prepared and made.prepared(routes.DECODE, most_queries))
     made = packed_call(signature, on_gpu)
-    if made.prepared is not None:
-        # Now, since no length may cause a compilation.
-        for name in (routes.BOTH, *[routes.BOTH_SPLIT] * signature.can_split):
-            made.prepared(name, signature.short_limit)
-        made.prepared(routes.DECODE, signature.most_queries_of_few)
-    return made
+    # Now, since no length may cause a compilation.
+    kernels, ends = [(name, most_queries)], None
+    if call.is_packed:
+        both = [routes.BOTH, *[routes.BOTH_SPLIT] * signature.can_split]
+        kernels = [(name, signature.short_limit) for name in both]
+        kernels.append((routes.DECODE, signature.most_queries_of_few))
+    for some in kernels if made.prepared else ():
+        made.prepared(*some)
+    if call.is_packed:
+        return made
+    if on_gpu and not is_capturing(device):
+        ends = Table.upload(np.arange(0, sizes.total_q + 1, call.seqlen_q, dtype=np.int32), device)
+    return EqualQueries(made, sizes, ends)

@@ -45,10 +45,8 @@ def modifier_tensors(
     slopes: torch.Tensor | None,
     function_tensors: tuple[torch.Tensor, ...],
     sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...] | None:
+) -> tuple[torch.Tensor, ...]:
     """What kernels take for scores, mask and sinks."""
-    if slopes is sinks is None:
-        return function_tensors or None
     return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
 
 

@@ -448,7 +448,7 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     prepare = preparation_of(problem, gpu_for_call(q.device, call["sm_margin"]))
     backward = BackwardCall(problem, longest, scale, call["deterministic"], prepare)
     wanted = Wanted(sinks=sinks is not None, fp32_dkv=call["fp32_dkv"])
-    read = modifier_tensors(slopes, function_tensors, sinks) or ()
+    read = modifier_tensors(slopes, function_tensors, sinks)
     operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
     grads = backward.gradients(operands, lengths, read, wanted, dropout)
     d_sinks = q.new_empty(0) if sinks is None else grads.sinks

@@ -168,13 +168,6 @@ def _flash_attn_forward(
     return out, lse, no_splits, no_splits
 
 
-def check_absent(when: str, arguments: Mapping[str, object]) -> None:
-    """Raise if one of these arguments is given."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None {when}")
-
-
 def flash_attn_backward(
     d_out: torch.Tensor | None,
     q: torch.Tensor,
@@ -268,7 +261,9 @@ def flash_attn_backward(
             describe("q", q).check_dtype("q", *DTYPES)
             check_targets(targets, accumulate_dkv)
         if cu_seqlens_q is None:
-            check_absent("without cu_seqlens_q", lengths | longest)
+            for name, value in (lengths | longest).items():
+                if value is not None:
+                    raise ValueError(f"{name} must be None without cu_seqlens_q")
         else:
             if cu_seqlens_k is None:
                 raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from fa3.calls.backward import preparation_of
@@ -50,21 +51,16 @@ from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.append import HostAppend
 from fa3.running.compiler import load_kernel
-from fa3.running.memory import idle_stream, is_capturing, make_in_thread
+from fa3.running.memory import Table, is_capturing
 from fa3.settings import check_settings
 
 
 @functools.cache
 def one_on(device: torch.device) -> torch.Tensor:
     """A one, (1, 1), that any stream may read; not during a capture."""
-    make = functools.partial(torch.ones, 1, 1, dtype=torch.float32, device=device)
-    if device.type != "cuda":
-        return make()
-    idle = idle_stream(device)
-    with torch.cuda.stream(idle):
-        one = make_in_thread(make, device)
-        idle.synchronize()
-    return one
+    if device.type == "cuda":
+        return Table.upload(np.ones((1, 1), np.float32), device).numbers
+    return torch.ones(1, 1, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +88,10 @@ class Scales:
     ) -> tuple[torch.Tensor, ...]:
         """The `descales` of a launch: of keys, values and, if FP8, queries."""
         scales = scale_k, scale_v, *[scale_q] * self.has_fp8_q
-        present = [scale for scale in scales if scale is not None]
-        if len(present) == len(scales):
-            return tuple(present)
         one, shape = self.one, (batch, self.heads_kv)
-        if one is None:
-            ones = torch.ones(shape, dtype=torch.float32, device=self.device)
-        else:
-            ones = one.expand(shape)
-        return tuple([ones if scale is None else scale for scale in scales])
+        if one is None and any(scale is None for scale in scales):
+            one = torch.ones(1, 1, dtype=torch.float32, device=self.device)
+        return tuple([one.expand(shape) if scale is None else scale for scale in scales])
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,19 +90,17 @@ def quantize(
     tensors = {
         "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k
     }  # fmt: skip
+    options = Options(kind=PACKED if is_packed else DENSE)
+    prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
+    kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)
+    batch = q.shape[0]
     if is_packed:
-        options = Options(kind=PACKED)
-        prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
-        kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)
-        batch, totals = cu_seqlens_q.shape[0] - 1, (q.shape[0], k.shape[0])
+        batch, totals = cu_seqlens_q.shape[0] - 1, (batch, k.shape[0])
         check_totals(tensors, batch, True)
         if is_visible(cu_seqlens_q):
             check_lengths((*ends, None, None), totals, totals)
-    else:
-        options = Options(kind=DENSE)
-        kernel = prepare_quantize(describe_tensors(tensors, options), options, smooth_k, hadamard)
     means = means_of(k, cu_seqlens_k) if smooth_k else None
-    descales = q.new_empty(3, batch if is_packed else q.shape[0], k.shape[-2], dtype=torch.float32)
+    descales = q.new_empty(3, batch, k.shape[-2], dtype=torch.float32)
     codes = (torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device) for x in (q, k, v))
     quantized = Quantized(*codes, *descales)
     if not descales.numel():

@@ -27,12 +27,21 @@ from fa3.calls.options import (
     named_options,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
-from fa3.planning import routes
 from fa3.planning.decode import Sizes, whole_tiles_suffice
+from fa3.planning.routes import CACHE, MOST_OF_DECODE, PackedSizes, Signature, choose_route
 from fa3.primitives.arithmetic import LARGEST
-from fa3.primitives.wgmma import ROWS
-from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.problem import (
+    FP8_UNIT,
+    HEAD_DIM_UNIT,
+    MAX_HEAD_DIM,
+    NO_BOUND,
+    AttentionSpec,
+    Problem,
+    Window,
+)
 from fa3.schedules.sequences import LONGEST
+from fa3.scores.masks import Band
 from fa3.settings import check_settings
 
 
@@ -84,18 +93,14 @@ class SchedulerMetadata(NamedTuple):
             raise ValueError(f"scheduler_metadata was made for {made_for}, the call has {call_has}")
         if self.has_packed_queries and not call.is_packed:
             raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+        names = "heads_q", "heads_kv", "head_dim", "head_dim_v"
         if not self.has_packed_keys:
-            self.check(seqlen_q=call.seqlen_q, batch=call.batch)
+            names = ("seqlen_q", "batch", *names)
+        page_size = None if call.page_table is None else call.page_size
         self.check(
-            heads_q=call.heads_q,
-            heads_kv=call.heads_kv,
-            head_dim=call.head_dim,
-            head_dim_v=call.head_dim_v,
-            dtype=call.k.dtype,
-            page_size=None if call.page_table is None else call.page_size,
-            window=options.window,
-            has_softcap=bool(options.softcap),
-        )
+            **{name: getattr(call, name) for name in names}, dtype=call.k.dtype,
+            page_size=page_size, window=options.window, has_softcap=bool(options.softcap),
+        )  # fmt: skip
 
     def applied_to(self, options: Options) -> Options:
         """Return a call's options with the `num_splits` and `sm_margin` of this.
@@ -232,17 +237,23 @@ def get_scheduler_metadata(
         device = cache_seqlens.device
     gpu = gpu_for_call(device, calls.sm_margin)
     are_on_host = not any(isinstance(one, torch.Tensor) and not one.is_cpu for one in in_cache)
-    # Many queries are the forward kernel's, but not with whole tiles of the decode kernel.
-    work = calls.batch * calls.heads_q * calls.seqlen_q * longest[1]
-    is_forward = calls.seqlen_q > ROWS and work >= routes.LITTLE_WORK
-    is_forward = is_forward and cache_leftpad is None and not calls.sm_margin
-    is_fixed = calls.has_packed_queries or calls.num_splits or is_forward
-    if is_fixed or keys is None or not are_on_host:
+    if calls.has_packed_queries or calls.num_splits or keys is None or not are_on_host:
         return calls
     group = calls.heads_q // calls.heads_kv
     sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
     key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
-    keeps_whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
+    # Whole tiles of the decode kernel are no gain where the forward kernel serves calls.
+    spec = AttentionSpec("bfloat16", calls.head_dim, calls.head_dim_v, Band.of(calls.window))
+    problem = Problem(spec, *sizes[:2], longest[1], calls.heads_kv, group, calls.window)
+    signature = Signature.of(
+        CACHE, problem, gpu, sm_margin=calls.sm_margin,
+        cache=CacheLayout(calls.page_size or 0, left_padded=cache_leftpad is not None),
+        has_packed_queries=calls.seqlen_q > MOST_OF_DECODE,
+    )  # fmt: skip
+    is_forward = choose_route(signature, PackedSizes.of(problem)).has_forward
+    keeps_whole = not is_forward and whole_tiles_suffice(
+        sizes, calls.window, key_bytes, keys, gpu.num_sms
+    )
     return calls._replace(keeps_tiles_whole=keeps_whole)
 
 

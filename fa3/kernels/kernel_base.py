@@ -11,7 +11,7 @@ from fa3.problem import AttentionSpec
 
 
 class KernelBase:
-    """Base of kernels, whose fields say what machine code depends on."""
+    """Base of kernels: hashable; fields and repr determine the machine code."""
 
     entry_name: ClassVar[str]  # name of the host function
     arguments_type: ClassVar[Any]  # names the arguments of a launch, in their order

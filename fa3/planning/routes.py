@@ -60,6 +60,10 @@ NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH, SPLIT, BOTH_SPLIT = (
 """Names of routes. SHARED is the forward kernel on tiles that sequences share, SPLIT the forward
 kernel on tiles that are split on the GPU."""
 
+MOST_OF_DECODE = ROWS
+"""Queries of a sequence up to which tiles of the forward kernel are half empty: the decode kernel
+takes less time for them."""
+
 MOST_SHORT_ROWS = 2 * ROWS
 """Rows of a key/value head up to which a sequence is short: with more the keys are read, and
 multiplied, by more than two tiles of one warpgroup each."""
@@ -124,6 +128,12 @@ class Signature:
     pack_gqa: bool | None = None
     has_fp8_q: bool = False  # whether queries are FP8, as the cache is
     appends: bool = False  # whether a kernel appends to the cache before; see `DecodePlan`
+
+    @classmethod
+    def of(cls, call: str, problem: Problem, gpu: Gpu, **kinds: Any) -> "Signature":
+        """The signature of calls like a problem; `kinds` are other fields."""
+        heads = problem.num_heads_q, problem.num_heads_kv
+        return cls(call, problem.spec, problem.window, *heads, gpu, **kinds)
 
     @cached_property
     def short_limit(self) -> int:
@@ -306,6 +316,17 @@ class PackedSizes(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
 
+    @classmethod
+    def of(cls, problem: Problem) -> "PackedSizes":
+        """The sizes of sequences that are all equally long."""
+        batch, longest_q, longest_k = problem.batch, problem.seqlen_q, problem.seqlen_k
+        rows = batch * longest_q, batch * longest_k
+        return cls(batch, problem.num_heads_q, *rows, longest_q, longest_k)
+
+    def tiles(self, tile_m: int) -> int:
+        """The most tiles with so many rows of one sequence."""
+        return capacity_of_table(self.total_q, self.batch, tile_m) * self.heads
+
 
 class Route(NamedTuple):
     """Which kernels serve a call."""
@@ -362,13 +383,8 @@ def choose_dense(
     decode_is_faster: Callable[[], bool] | None = None,
 ) -> Route:
     """Choose the kernels of a dense call."""
-    batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
-    longest = problem.seqlen_q, problem.seqlen_k
-    signature = Signature(
-        DENSE, problem.spec, problem.window, *heads, gpu, is_planned=is_planned, pack_gqa=pack_gqa
-    )
-    rows = batch * longest[0], batch * longest[1]
-    return choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest), decode_is_faster)
+    signature = Signature.of(DENSE, problem, gpu, is_planned=is_planned, pack_gqa=pack_gqa)
+    return choose_route(signature, PackedSizes.of(problem), decode_is_faster)
 
 
 def launches_of_route(
@@ -448,11 +464,10 @@ def has_keys_to_split(signature: Signature, sizes: PackedSizes) -> bool:
 
 def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
     """Whether the GPU should split tiles of the forward kernel.
-    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them.
     Of a cache, sequences that decode have no tiles, so tiles count as if all of them were full."""
     batch, heads, total_q, total_k, longest_q, longest_k = sizes
     config, num_sms = signature.config, signature.gpu.num_sms
-    num_tiles = capacity_of_table(total_q, batch, config.tile_m) * heads
+    num_tiles = sizes.tiles(config.tile_m)
     has_few, most_keys = num_tiles <= num_sms, total_k
     if signature.call == CACHE:
         rounds = MOST_SPLIT_ROUNDS if longest_k >= FEWEST_KEYS_OF_ROUNDS else 1
@@ -460,7 +475,7 @@ def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
         has_few, most_keys = has_few and num_tiles <= MOST_SPLIT_TILES, longest_k
     work = num_tiles * (-(-most_keys // config.tile_n) + BLOCKS_OF_TILE)
     has_room = batch <= MOST_SEQUENCES and num_sms <= MOST_SPLIT_CTAS and work < MOST_WORK
-    may_split = signature.may_split and signature.can_split and longest_q > ROWS
+    may_split = signature.may_split and signature.can_split and longest_q > MOST_OF_DECODE
     return may_split and has_few and has_room and has_keys_to_split(signature, sizes)
 
 
@@ -469,15 +484,14 @@ def queries_if_short_and_split(signature: Signature, sizes: PackedSizes) -> int:
         return 0
     if signature.call == PACKED:
         return queries_if_some_are_short(signature, sizes)
-    return signature.short_limit if may_have_short(signature, sizes) else 0
+    return 0 if are_equal(signature, sizes) else signature.short_limit
 
 
 def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
     """The most queries that decode serves if forward would leave SMs idle.
     Keys must be enough to split. Not `max_seqlen_q`: calls of all lengths have one plan."""
-    num_tiles = (sizes.total_q // FEWEST_ROWS + sizes.batch) * sizes.heads
     may_split = signature.may_decode and not signature.num_splits
-    is_few = may_split and num_tiles <= IDLE_SHARE * signature.gpu.num_sms
+    is_few = may_split and sizes.tiles(FEWEST_ROWS) <= IDLE_SHARE * signature.gpu.num_sms
     if not (is_few and has_keys_to_split(signature, sizes)):
         return 0
     return if_counted(signature, sizes, signature.most_queries_of_few)
@@ -494,15 +508,9 @@ def is_little_work(signature: Signature, sizes: PackedSizes) -> bool:
     return are_equal(signature, sizes) and work < LITTLE_WORK
 
 
-def may_have_short(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether a sequence may be short; rows may be padded."""
-    return signature.has_used_q or sizes.total_q < sizes.batch * sizes.max_seqlen_q
-
-
 def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
-    has_short = may_have_short(signature, sizes)
     has_keys = sizes.total_k - sizes.total_q >= FEWEST_EARLIER_KEYS
-    if not (signature.may_have_both and has_short and has_keys):
+    if are_equal(signature, sizes) or not (signature.may_have_both and has_keys):
         return 0
     return if_counted(signature, sizes, signature.short_limit)
 
@@ -543,13 +551,13 @@ RULES = {
         Case(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
              "the short limit", queries_if_all_are_short),
         Case(BOTH_SPLIT, "decoding is possible, k has at least 4096 more rows than q, lengths may "
-             "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`), and the GPU can "
-             "split tiles", queries_if_short_and_split),
+             "differ (other than sequences x `max_seqlen_q` rows, or `seqused_q`), and the GPU "
+             "can split tiles", queries_if_short_and_split),
         Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
         Case(DECODE, "decoding is possible, `num_splits` is 0 (the default; FlashAttention-3's is "
              "1), and few tiles meet long keys", queries_if_few_tiles),
         Case(BOTH, "decoding is possible, k has at least 4096 more rows than q, and lengths may "
-             "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`)",
+             "differ (other than sequences x `max_seqlen_q` rows, or `seqused_q`)",
              queries_if_some_are_short),
         Case(FORWARD, "all others", lambda *_: True),
     ),

@@ -284,9 +284,9 @@ class Walker:
         scale_k, scale_v, scale_q, *_ = *descales, 1.0, 1.0, 1.0
         scale = 1.0 if self.scores else self.softmax_scale
         scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
-        reference = torch.full((len(q), 1), -torch.inf, device=CPU)
-        row_sum = torch.zeros(len(q), 1, device=CPU)
-        acc_O = torch.zeros(len(q), self.v.shape[3], device=CPU)
+        # In fp32, whatever default dtype the caller has set.
+        reference = q.new_full((len(q), 1), -torch.inf)
+        row_sum, acc_O = q.new_zeros(len(q), 1), q.new_zeros(len(q), self.v.shape[3])
         for n_block in reversed(range(blocks.begin, blocks.end)):
             keys = range(n_block * step.tile_n, (n_block + 1) * step.tile_n)
             k, v = self.load(step.place.keys(head_kv), keys)

@@ -11,11 +11,12 @@ import platform
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 
+from fa3.kernels.kernel_base import KernelBase
 from fa3.running import code_cache
 from fa3.scores.diagnostics import explain
 
@@ -39,32 +40,10 @@ os.register_at_fork(
 )
 
 
-class Kernel(Protocol):
-    """What is compiled: hashable, with a repr that differs between different kernels.
-
-    Fields:
-        entry_name: name of the host function in the object file.
-        is_storable: whether the kernel may be kept on disk: its repr and the sources determine its
-            code.
-    """
-
-    @property
-    def entry_name(self) -> str: ...
-
-    @property
-    def is_storable(self) -> bool: ...
-
-    def arguments(self) -> list:
-        """Symbolic arguments: types of a call without sizes; equal sizes share symbols."""
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        """The host function: a `cute.jit` method that launches the kernel."""
+LOADED: dict[KernelBase, Callable] = {}  # the callables of all kernels that this process has loaded
 
 
-LOADED: dict[Kernel, Callable] = {}  # the callables of all kernels that this process has loaded
-
-
-def compiled(kernel: Kernel, options: str) -> Any:
+def compiled(kernel: KernelBase, options: str) -> Any:
     """Compile a kernel; raise ValueError if a user's score or mask fails."""
     try:
         with COMPILING:
@@ -77,7 +56,7 @@ def compiled(kernel: Kernel, options: str) -> Any:
         raise explained from error
 
 
-def load_kernel(kernel: Kernel) -> Callable:
+def load_kernel(kernel: KernelBase) -> Callable:
     """Return a kernel's callable: from memory, from disk, or compiled and kept."""
     try:
         return LOADED[kernel]
@@ -90,7 +69,7 @@ def load_kernel(kernel: Kernel) -> Callable:
         return LOADED[kernel]
 
 
-def from_disk(kernel: Kernel) -> Callable:
+def from_disk(kernel: KernelBase) -> Callable:
     """The callable from the object on disk, which is compiled if missing."""
     with file_in_memory() as path:
         Path(path).write_bytes(object_code(kernel))
@@ -98,7 +77,7 @@ def from_disk(kernel: Kernel) -> Callable:
     return getattr(module, kernel.entry_name)
 
 
-def object_code(kernel: Kernel) -> bytes:
+def object_code(kernel: KernelBase) -> bytes:
     """A kernel's object from disk, not loaded; compiled if missing."""
 
     def exported() -> bytes:
@@ -110,12 +89,12 @@ def object_code(kernel: Kernel) -> bytes:
     return code_cache.load_or_make(key_of(kernel), exported)
 
 
-def is_on_disk(kernel: Kernel) -> bool:
+def is_on_disk(kernel: KernelBase) -> bool:
     """Whether a process would find the kernel compiled."""
     return code_cache.has_object(key_of(kernel))
 
 
-def key_of(kernel: Kernel) -> str:
+def key_of(kernel: KernelBase) -> str:
     """All that determines a kernel's code, except fa3's sources."""
     # Imported here, since it takes 20 ms and only compiling needs it.
     import tvm_ffi

@@ -17,9 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from fa3.kernels.combine import Combine
+from fa3.kernels.kernel_base import KernelBase
 from fa3.planning.explanation import describe_kernel
 from fa3.running.code_cache import cache_dir, check_can_keep
-from fa3.running.compiler import ARCH, OPTIONS, Kernel, compiled, object_code
+from fa3.running.compiler import ARCH, OPTIONS, compiled, object_code
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -40,7 +41,7 @@ def check_folder() -> None:
         ) from error
 
 
-def compile_all(kernels: Sequence[Kernel], processes: int | None = None) -> None:
+def compile_all(kernels: Sequence[KernelBase], processes: int | None = None) -> None:
     """Have kernels compiled by several processes; print each that was tried.
     Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
     processes are killed, which leaves nothing broken on disk."""
@@ -91,7 +92,7 @@ def compile_from_stdin() -> None:
             os.write(answers, b"%d\n" % running.pop(process))
 
 
-def try_kernel(kernel: Kernel) -> None:
+def try_kernel(kernel: KernelBase) -> None:
     """Compile a kernel and end the process; an error is printed."""
     try:
         object_code(kernel)

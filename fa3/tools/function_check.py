@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import from_dlpack
 
 from fa3.calls.options import integer, shown
+from fa3.kernels.kernel_base import KernelBase
 from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
 from fa3.primitives.fragments import Position
@@ -47,14 +48,17 @@ PATIENCE = 60  # seconds that the method may take on the host
 
 
 @dataclass(frozen=True)
-class OnHost:
+class OnHost(KernelBase):
     """A host function that calls the user's method at every position."""
 
     spec: AttentionSpec  # has the user's score or else the user's mask, and no other
     operands: tuple = field(compare=False, repr=False)  # the arguments, with tensors of the host
 
     entry_name = "on_host"
-    is_storable = False
+
+    @property
+    def is_storable(self) -> bool:
+        return False
 
     def arguments(self) -> list:
         return list(self.operands)

@@ -14,6 +14,7 @@ from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.routes import (
     CACHE,
     DECODE,
+    MOST_OF_DECODE,
     PACKED,
     PackedSizes,
     Signature,
@@ -21,7 +22,6 @@ from fa3.planning.routes import (
     launches_of_route,
 )
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.wgmma import ROWS
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
 from fa3.tools.arguments import SHAPE
@@ -68,7 +68,7 @@ def plan_and_text(
         return None, explain_packed(problem, window, gpu)
     if options.call == "cache":
         cache = CacheLayout(integer("--page-size", options.page_size, 0))
-        has_many = problem.seqlen_q > ROWS
+        has_many = problem.seqlen_q > MOST_OF_DECODE
         if has_many and (text := explain_packed(problem, window, gpu, cache, options.append)):
             return None, text
         decode = DecodePlan.of(problem, gpu, cache, appends=options.append)
@@ -106,15 +106,12 @@ def explain_packed(
     `problem` has the sequences as a dense call. Kernels have all bounds of the call's `window` that
     hide something at some length. Returns nothing for a cache that the decode kernel serves alone.
     """
-    batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
-    longest = problem.seqlen_q, problem.seqlen_k
-    window = window.tighten(MOST_RAGGED_ROWS, longest[1] if cache else MOST_RAGGED_ROWS)
-    spec = replace(problem.spec, mask=Band.of(window))
-    signature = Signature(PACKED, spec, window, *heads, gpu)
+    window = window.tighten(MOST_RAGGED_ROWS, problem.seqlen_k if cache else MOST_RAGGED_ROWS)
+    kernels_for = replace(problem, spec=replace(problem.spec, mask=Band.of(window)), window=window)
+    signature = Signature.of(PACKED, kernels_for, gpu)
     if cache:
-        signature = replace(signature, call=CACHE, cache=cache, capacity=longest[1])
-    rows = batch * longest[0], batch * longest[1]
-    route = choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest))
+        signature = replace(signature, call=CACHE, cache=cache, capacity=problem.seqlen_k)
+    route = choose_route(signature, PackedSizes.of(problem))
     if cache and route.name == DECODE:
         return ""
     launches = launches_of_route(signature, route.name, route.most_queries)

@@ -21,6 +21,7 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
+from fa3.kernels.kernel_base import KernelBase
 from fa3.planning.costs import H100, H200, Gpu
 from fa3.planning.decode import DecodePlan, Sizes
 from fa3.planning.explanation import describe_kernel
@@ -29,7 +30,7 @@ from fa3.planning.routes import CACHE, PACKED, Signature, launches_of_route
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import FP8, NO_BOUND, AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
-from fa3.running.compiler import Kernel, is_on_disk
+from fa3.running.compiler import is_on_disk
 from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
@@ -200,7 +201,7 @@ def name_of_dtype(dtype: str | torch.dtype) -> str:
     return SHORT_DTYPES.get(name, name)
 
 
-def check_kept(kernels: Sequence[Kernel]) -> None:
+def check_kept(kernels: Sequence[KernelBase]) -> None:
     """Raise RuntimeError unless kernels are on disk."""
     lost = [kernel for kernel in kernels if not is_on_disk(kernel)]
     if lost:
@@ -216,7 +217,7 @@ def check_kept(kernels: Sequence[Kernel]) -> None:
 
 def kernels_of(
     model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
-) -> Iterator[Kernel]:
+) -> Iterator[KernelBase]:
     """Yield all kernels that these calls can need, some repeatedly."""
     if "dense" in calls:
         yield from dense_kernels(model)
@@ -261,13 +262,14 @@ def known_gpus() -> list[Gpu]:
     return list(dict.fromkeys(gpus)) or [H200, H100]
 
 
-def dense_kernels(model: Model) -> Iterator[Kernel]:
+def dense_kernels(model: Model) -> Iterator[KernelBase]:
     """What the planner chooses for calls without a cache, of all sizes."""
     for gpu in known_gpus():
         for problem in problems_of(model):
             yield from (one.kernel for one in plan_forward(problem, gpu).launches())
     for window in () if model.is_fp8 else model.windows:
         yield from kernels_on_cache(model, window, CacheLayout(has_seqlens=False))
+        yield from kernels_on_cache(model, window, CacheLayout(has_seqlens=False), num_splits=1)
 
 
 def problems_of(model: Model) -> dict[Problem, None]:
@@ -284,7 +286,7 @@ def problems_of(model: Model) -> dict[Problem, None]:
     return problems
 
 
-def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
+def packed_kernels(model: Model, window: Window) -> Iterator[KernelBase]:
     """Launches of packed sequences of any lengths that use all rows."""
     tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     heads = model.heads_q, model.heads_kv
@@ -293,7 +295,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
         yield from (one.kernel for one in launches_of_route(signature, name))
 
 
-def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
+def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[KernelBase]:
     """Launches of packed queries on pages, few or many per sequence."""
     cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
     yield from kernels_on_cache(model, window, cache, is_packed=True)
@@ -305,7 +307,7 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         yield from kernels_on_cache(model, window, cache, **kinds)
 
 
-def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[Kernel]:
+def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[KernelBase]:
     """What the forward kernel needs for calls on a cache."""
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
@@ -320,7 +322,7 @@ def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[
 
 def kernels_on_cache(
     model: Model, window: Window, cache: CacheLayout, num_splits: int = 0, **kinds: bool
-) -> Iterator[Kernel]:
+) -> Iterator[KernelBase]:
     """Launches of calls on a cache, of any lengths."""
     heads = model.heads_kv, model.heads_q // model.heads_kv
     kinds.setdefault("has_fp8_q", model.is_fp8)
