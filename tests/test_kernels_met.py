@@ -42,6 +42,7 @@ from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.reference.append import HostAppend
 from fa3.running.compiler import key_of
+from fa3.schedules.stream_k import NoSplit
 from fa3.scores.masks import Band
 from fa3.tools import warmup
 from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS, Model, causal_window
@@ -287,7 +288,7 @@ SERVERS = {
 }
 """Ways to serve: kinds of calls, and how many of them are made."""
 
-EXPECTED = {"vLLM": 6, "pages": 11, "no pages": 11, "packed prompts": 12}
+EXPECTED = {"vLLM": 6, "pages": 14, "no pages": 14, "packed prompts": 13}
 """The kernels that each of them meets; docs/environment.md names them."""
 
 
@@ -430,24 +431,27 @@ def test_examples_are_served_as_the_page_says(label, kernel):
     assert SERVED[label]() == kernel
 
 
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
-    ("queries", "heads_kv", "ratio", "keys", "options"),
+    ("queries", "heads_kv", "ratio", "keys"),
     [
-        (8, 8, 4, 1 << 15, {}),
-        (9, 8, 4, 1 << 15, {}),
-        (8, 8, 4, 1 << 15, {"appends": True}),
-        (9, 8, 4, 1 << 15, {"appends": True}),
-        (1, 8, 4, 1 << 15, {"is_packed": True}),
-        (512, 8, 4, 512, {}),
-        (512, 8, 4, 576, {}),
-        (512, 1, 8, 1 << 15, {}),
+        (1, 8, 4, 1 << 15), (4, 8, 4, 1 << 15), (5, 8, 4, 1 << 15), (3, 8, 4, 512), (4, 8, 4, 512),
+        (64, 8, 4, 512), (64, 8, 4, 576), (64, 16, 1, 1 << 15), (128, 16, 1, 1 << 15),
+        (512, 1, 8, 1 << 15),
     ],
-)
-def test_parts_are_merged_where_the_page_says(queries, heads_kv, ratio, keys, options):
-    problem = Problem(SPEC, 4, queries, keys, heads_kv, ratio, CAUSAL)
+)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"appends": True}, {"is_packed": True}])
+def test_parts_are_merged_where_the_page_says(batch, queries, heads_kv, ratio, keys, options):
+    problem = Problem(SPEC, batch, queries, keys, heads_kv, ratio, CAUSAL)
     plan = DecodePlan.of(problem, H200, CacheLayout(), **options)
     rows, parts = min(64, queries * ratio), min(132 // heads_kv, -(-keys // 64))
-    assert plan.merges_inside == (rows * parts <= 512) == (len(plan.launches()) == 1)
+    tiles, few = plan.sizes.num_tiles, rows * parts <= 512
+    is_whole = keys <= 512 and rows >= 16 and tiles <= 132 and "is_packed" not in options
+    is_busy = -tiles % 132 <= (tiles + -tiles % 132) / 8 and not options
+    inside = (few and rows <= 16) or (is_busy and (few or batch == 1))
+    assert isinstance(plan.cut, NoSplit) == is_whole
+    assert plan.merges_inside == (inside and not is_whole)
+    assert (len(plan.launches()) == 1) == (inside or is_whole)
 
 
 def test_the_page_has_the_numbers_of_the_code():

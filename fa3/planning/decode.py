@@ -34,6 +34,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import (
     BY_CTA,
     MOST_ROOM,
+    ONE_IDLE_IN,
     Chunks,
     CtaGroups,
     Cut,
@@ -81,6 +82,17 @@ MERGE_BYTES = 100_000
 """What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
 
 MOST_MERGED = 512  # rows of parts of a tile, at most, that a CTA merges by itself
+
+MOST_MERGED_ROWS = 16
+"""The same for rows of the tile: a warp merges one row at a time. With 16/16 heads, 8 queries on
+2048 keys took 8.9 us on an H100, and 10.3 where combine merges; 16 queries 10.6 and 10.6, 32
+queries 13.6 and 11.2, 64 queries 20.9 and 14.0."""
+
+MOST_WHOLE_BLOCKS = 8
+"""Key blocks up to which tiles with so many rows stay whole, if each CTA has one at most. With 32/8
+heads on 512 keys, whole tiles of 65 queries took 9.0 us; split and merged by combine 11.5, inside
+31.8. On 1024 keys 13.4, 13.2 and 22.2."""
+
 MOST_ROWS = 1 << 30  # most query rows of a key/value head of a sequence
 MOST_TILES = 1 << 27  # most tiles of a call: 32 bits must index all numbers of their records
 
@@ -279,7 +291,8 @@ class DecodePlan(PlanBase):
         if self.overlaps_forward:
             return False
         blocks = MOST_ROOM if self.cache.is_packed else self.sizes.most_blocks(self.window)
-        return rows_of_parts(self.sizes, self.num_ctas, self.sizes.heads_kv, blocks) <= MOST_MERGED
+        parts = rows_of_parts(self.sizes, self.num_ctas, self.sizes.heads_kv, blocks)
+        return parts <= MOST_MERGED and self.sizes.rows <= MOST_MERGED_ROWS
 
     def combine(self) -> Combine | None:
         """The kernel that merges parts where decode does not; or None.
@@ -497,11 +510,20 @@ def choose_cut(
         num_splits = max(1, UNITS_OF_SEQUENCE // (sizes.heads_kv * sizes.num_m_blocks))
         max_parts = max(min(num_splits, -(-blocks // fewest)), -(-blocks // longest))
         return units_of(sizes, num_splits, fewest, max_parts, longest)
-    width = crew_width(sizes.heads_kv, sizes.num_tiles, num_ctas)
+    if is_packed:
+        return StreamK(num_ctas, BY_CTA)
+    num_tiles, has_many_rows = sizes.num_tiles, sizes.rows >= MOST_MERGED_ROWS
+    if has_many_rows and blocks <= MOST_WHOLE_BLOCKS and num_tiles <= num_ctas:
+        return NoSplit()
+    width = crew_width(sizes.heads_kv, num_tiles, num_ctas)
+    idle = -num_tiles % num_ctas
+    # Then equally long tiles stay whole. Tiles of one sequence always are.
+    are_busy = ONE_IDLE_IN * idle <= num_tiles + idle
     has_few_parts = rows_of_parts(sizes, num_ctas, width, blocks) <= MOST_MERGED
-    if has_few_parts and not (is_packed or appends):
+    has_few_parts = has_few_parts and (are_busy or sizes.rows <= MOST_MERGED_ROWS)
+    if not appends and (has_few_parts or (are_busy and sizes.batch == 1)):
         return CtaGroups(num_ctas, width)
-    return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
+    return StreamK(num_ctas, num_tiles)
 
 
 def rows_of_parts(sizes: Sizes, num_ctas: int, num_heads: int, blocks: int) -> int:
