@@ -419,7 +419,7 @@ def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.T
 
 
 def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and sinks; empty without sinks.
+    """The gradients of q, k, v and sinks (empty without sinks).
     Takes the arguments of `fa3::backward`."""
     call = as_call(BACKWARD.defaults | arguments)
     q, k, v, out, lse = (call[name] for name in ("q", "k", "v", "out", "lse"))

@@ -182,7 +182,7 @@ def share_lines(
     fitting: int,  # query heads with Q, dO and dQ that fit into L2 together
     most_sets: int,
 ) -> KeyShares | None:
-    """How CTAs share key tiles by lines; None if too many."""
+    """How CTAs share key tiles by lines; None if none fit."""
     fits = (n for n in range(1, group + 1) if group % n == 0 and n * fitting >= group)
     sets = next(fits, group)
     units, lines = [tile.blocks * (group // sets) for tile in tiles], heads * sets

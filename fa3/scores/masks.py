@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
         return cls(begin, full_begin, full_end, end)
 
     def walked(self, begin, end) -> "Blocks":
-        """These blocks where `[begin, end)` are walked, touched or not: others are masked."""
+        """The same blocks with `[begin, end)` visited; only full ones need no mask."""
         full_end = smaller(larger(self.full_end, begin), end)
         return Blocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
 
