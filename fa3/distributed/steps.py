@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa3.calls.options import DENSE
+from fa3.calls.options import DENSE, PACKED
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.transfer import (
     Placed,
@@ -44,13 +44,13 @@ def steps_of(
     rows = [[sum(map(len, pair)) for pair in held] for held in documents]
     num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) if order else 0
     own, cut = list[list[KeyPart]](), list[CutDocument]()
-    for of_rank in zip(*rows, strict=True):
+    for of_rank in ([x[rank] for x in rows] for rank in range(len(chunks))):
         whole = [x for x in zip(order, of_rank[:num_whole], strict=False) if x[1]]
         lengths = tuple(length for _, length in whole)
         numbers, at = tuple(number for number, _ in whole), slice(0, sum(lengths))
         one = replace(part, rows=at, keys=at, is_alone=True, documents=numbers)
         # A rank without rows has an empty part.
-        own.append([replace(one, lengths=lengths if order else None)])
+        own.append([replace(one, lengths=lengths if part.options.kind == PACKED else None)])
         own[-1] = own[-1] if whole or not any(of_rank) else []
     for i, held in enumerate(documents[num_whole:], num_whole):
         begins = [sum(x[:i]) for x in zip(*rows, strict=True)]
