@@ -15,12 +15,8 @@ from fa3.calls.options import (
     DENSE,
     PACKED,
     Options,
-    as_pair,
     check_scale,
-    check_softcap,
-    check_window,
-    converted,
-    flag,
+    checked_options,
     integer,
 )
 from fa3.distributed.alone import KeyPart
@@ -113,6 +109,7 @@ def flash_attn_varlen_func(
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
 MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
+OPTIONS = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
 SIGNATURE = inspect.signature(flash_attn_func)
 
 
@@ -180,7 +177,7 @@ def method_of(
 def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     """Check named arguments; return tensors' descriptions, options, layout and method.
     The sizes are of groups as in `method_of`."""
-    layout, method = named["layout"], named["method"]
+    layout, method, kind = named["layout"], named["method"], PACKED if is_packed else DENSE
     check_sequence_layout(layout)
     if isinstance(layout, Documents) != is_packed:
         raise ValueError(
@@ -202,28 +199,20 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     q, k, v, slopes, sinks = tensors
     call = describe_tensors(dict(zip(OPERANDS, tensors, strict=True)), Options(kind=DENSE))
     described = tuple([getattr(call, name) for name in OPERANDS])
-    window = check_window(as_pair(named["window_size"]), flag("causal", named["causal"]))
-    names = "softcap", "deterministic", "sm_margin"
-    numbers: list[Any] = [converted(name, named[name]) for name in names]
-    softcap, deterministic, sm_margin = numbers
-    has_gradient = wants_gradient(q, k, v, sinks)
-    options = Options(
-        window, softcap, sm_margin=sm_margin, pack_gqa=False if has_gradient else None,
-        kind=PACKED if is_packed else DENSE, has_gradient=has_gradient,
-    )  # fmt: skip
-    asked = options, named["softmax_scale"], deterministic
-    check_softcap(softcap)
+    asked = {name: named[name] for name in OPTIONS}
+    asked["has_gradient"] = wants_gradient(q, k, v, sinks)
+    options, _, deterministic, *_ = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
-    flag("return_lse", named["return_lse"])
     check_call(described, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
-    rest = q.shape[2], window, slopes is not None
+    rest = q.shape[2], options.window, slopes is not None
     if len(sizes) > 1:
         if method == "ulysses":
             raise ValueError("method must be gather, ring or auto over a mesh of 2 dimensions")
         method = "gather" if method == "auto" else method
         methods_for("ulysses", sizes[2], *rest)
     methods_for(method, sizes[0], *rest)
-    return described, asked, layout, method
+    part = options._replace(kind=kind), named["softmax_scale"], deterministic
+    return described, part, layout, method
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -247,10 +236,10 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     """Return what computes a call, prepared as far as possible."""
-    described, asked, layout, method = call
+    described, part, layout, method = call
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
     *_, heads_kv, columns_v = of_v
-    num_ranks, rank, window = groups[0].size(), groups[0].rank(), asked[0].window
+    num_ranks, rank, window = groups[0].size(), groups[0].rank(), part[0].window
     chunks = layout.chunks(integer("seqlen", seqlen, 0), num_ranks)
     order: tuple[int, ...] = ()
     if rows != (wanted := num_rows_of(chunks)[rank]):
@@ -262,9 +251,8 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     if isinstance(layout, Documents):
         chunks, order = layout.one_by_one(num_ranks)
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
-    dtype = described[0].dtype
-    part = KeyPart(*asked)
-    of = RankCall(chunks, groups[0], rank, part, order, batch, sizes, dtype, device, dtype)
+    kind = batch, sizes, described[0].dtype, device, described[0].dtype
+    of = RankCall(chunks, groups[0], rank, KeyPart(*part), order, *kind)
     if method == "ulysses" or len(groups) > 1:
         return ulysses(of, method == "ring", *groups[1:])
     return hops(of, method == "ring")

@@ -9,7 +9,7 @@ from fa3.calls.options import Options, as_pair, check_window, integer, real
 from fa3.complaints import shown
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.hops import keeps_keys
-from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
+from fa3.distributed.layouts import SequenceLayout, check_sequence_layout
 from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import NO_BOUND, Window
 
@@ -84,12 +84,11 @@ def plan(
         raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
     methods = methods_for(method, num_ranks, heads_q, window, has_slopes)
     chunks = layout.chunks(seqlen, num_ranks)
-    order = tuple(layout.shares(num_ranks)[0]) if isinstance(layout, Documents) else ()
     part = KeyPart(Options(window, has_gradient=True), None, False)
     columns, copies = head_dim + (head_dim_v or head_dim), math.lcm(heads_kv, num_ranks) // heads_kv
     plans = []
     for name in methods:
-        own, steps = steps_of(chunks, order, part, name == "ring")
+        own, steps = steps_of(chunks, (), part, name == "ring")
         parts = [list(chain(*x)) for x in zip(own, *(step.parts for step in steps), strict=True)]
         shares = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
         alone = sum(shares)

@@ -9,7 +9,7 @@ Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, product, takewhile
+from itertools import chain, product, repeat, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from fa3.distributed.transfer import (
     RowExchange,
     Runs,
     exchange_of,
+    num_rows_of,
     together,
     with_begins,
 )
@@ -39,26 +40,25 @@ def steps_of(
 ) -> tuple[list[list[KeyPart]], list[KeyStep]]:
     """Return each rank's parts with its own keys, and steps with others'.
     Whole documents are one packed part. Each one that is cut is a sequence of its own. The order
-    has the documents' numbers; it is empty for a sequence without documents."""
+    has the documents' numbers."""
     documents = [[held[i : i + 2] for held in chunks] for i in range(0, len(chunks[0]), 2)]
-    rows = [[sum(map(len, pair)) for pair in held] for held in documents]
-    num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) if order else 0
-    own, cut = list[list[KeyPart]](), list[CutDocument]()
-    for of_rank in ([x[rank] for x in rows] for rank in range(len(chunks))):
-        whole = [x for x in zip(order, of_rank[:num_whole], strict=False) if x[1]]
-        lengths = tuple(length for _, length in whole)
-        numbers, at = tuple(number for number, _ in whole), slice(0, sum(lengths))
-        one = replace(part, rows=at, keys=at, is_alone=True, documents=numbers)
+    rows, is_packed = [num_rows_of(held) for held in documents], part.options.kind == PACKED
+    num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) * is_packed
+    own, cut, steps = list[list[KeyPart]](), list[CutDocument](), list[KeyStep]()
+    for rank in range(len(chunks)):
+        whole = [i for i in range(num_whole) if rows[i][rank]]
+        lengths = tuple(rows[i][rank] for i in whole)
+        named: Any = {"documents": tuple(order[i] for i in whole), "is_alone": True}
+        named |= dict.fromkeys(("rows", "keys"), slice(0, sum(lengths)))
+        one = replace(part, lengths=lengths if is_packed else None, **named)
         # A rank without rows has an empty part.
-        own.append([replace(one, lengths=lengths if part.options.kind == PACKED else None)])
-        own[-1] = own[-1] if whole or not any(of_rank) else []
+        own.append([one] if whole or not any(x[rank] for x in rows) else [])
     for i, held in enumerate(documents[num_whole:], num_whole):
-        begins = [sum(x[:i]) for x in zip(*rows, strict=True)]
-        placed_runs = [with_begins(together(x), y) for x, y in zip(held, begins, strict=True)]
+        begins = map(sum, zip(*rows[:i], strict=True)) if i else repeat(0)
+        runs = [with_begins(together(x), begin) for x, begin in zip(held, begins, strict=False)]
         options = part.options._replace(kind=DENSE)
         one = replace(part, options=options, documents=order[i : i + 1])
-        cut.append(CutDocument(one, whole_of(chain(*held)), placed_runs))
-    steps = list[KeyStep]()
+        cut.append(CutDocument(one, whole_of(chain(*held)), runs))
     for step in range(len(chunks) if by_ring else 1):
         parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
         for rank in range(len(chunks)):

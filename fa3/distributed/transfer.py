@@ -21,7 +21,7 @@ Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 Placed = list[tuple[range, int]]  # runs of rows, each with the number of rows before it
 
 
-def num_rows_of(chunks: Runs) -> tuple[int, ...]:
+def num_rows_of(chunks: Iterable[Sequence[range]]) -> tuple[int, ...]:
     """Return how many rows each rank has."""
     return tuple(sum(map(len, x)) for x in chunks)
 
