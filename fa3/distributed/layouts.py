@@ -195,20 +195,18 @@ def shares_of(lengths: list[int], num_cut: int, num_ranks: int) -> list[list[int
     """Return the ranks' rows of each document; the first documents are cut.
     They are the longest. Return None unless ranks have the same rows and about the same work."""
     cut, all_work = lengths[:num_cut], sum(x * x for x in lengths)
-    rows, work = even(sum(lengths), num_ranks), [0.0] * num_ranks
+    rows = even(sum(lengths), num_ranks)
     # A row's work is its document's length, of rows that are cut this much on average.
     mean = sum(x * x for x in cut) / max(sum(cut), 1) or max(lengths, default=0)
-    wholes, saved = [], [0.0] * num_ranks
+    wholes, work = [], [mean * x for x in rows]
     for length in lengths[num_cut:]:
-        # Each rank has fewer of the rows that are cut instead. This rank saved least by that.
-        rank = min(range(num_ranks), key=saved.__getitem__)
-        saved[rank] += length * (mean - length) + 1
+        # Each rank has fewer of the rows that are cut instead. This rank has most work.
+        rank = max(range(num_ranks), key=lambda i: (work[i], rows[i]))
+        work[rank] -= length * (mean - length)
         rows[rank] -= length
-        work[rank] += length * length
         wholes.append([length * (i == rank) for i in range(num_ranks)])
-    most = max(x + y * mean for x, y in zip(work, rows, strict=True))
     if num_cut < len(lengths) and (
-        min(rows) < 0 or (max(rows) > 0 and not cut) or most * num_ranks > 1.02 * all_work
+        min(rows) < 0 or (max(rows) > 0 and not cut) or max(work) * num_ranks > 1.02 * all_work
     ):
         return None
     shares = []

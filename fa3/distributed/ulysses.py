@@ -93,23 +93,18 @@ def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysse
     copies = math.lcm(heads_kv, count) // heads_kv
     dkv_dtype = torch.float32 if copies > 1 else call.dtype
     heads, heads_kv = heads // count, heads_kv * copies // count
-
-    def kinds(kv_dtype: torch.dtype) -> list[tuple[int, int, torch.dtype]]:
-        """Return what is of q, k and v in a rank's heads."""
-        return [
-            (heads, columns, call.dtype),
-            *((heads_kv, x, kv_dtype) for x in (columns, columns_v)),
-        ]
-
+    sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
+    q, k, v = ((*x, call.dtype) for x in sizes)
+    dk, dv = ((*x, dkv_dtype) for x in sizes[1:])
     out, lse = (heads, columns_v, call.dtype), (heads, 1, torch.float32)
-    to_heads = {"qkv": kinds(call.dtype), "d_out": [out], "d_out, d_lse": [out, lse]}
-    to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": kinds(dkv_dtype)}
+    to_heads = {"qkv": [q, k, v], "d_out": [out], "d_out, d_lse": [out, lse]}
+    to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": [q, dk, dv]}
     here, back = call._replace(group=group), there.back(num_rows_of(near[number]))
     split_heads: Any = {"number": 0, "heads": "split"}
     join_heads: Any = {"number": 1, "heads": "join", "is_free": True}
     transfers = {name: here.transfer(there, x, **split_heads) for name, x in to_heads.items()}
     transfers |= {name: here.transfer(back, x, **join_heads) for name, x in to_rows.items()}
-    outer = call._replace(chunks=wholes, group=outside, rank=number, dkv_dtype=dkv_dtype)
-    inside = hops(outer._replace(sizes=tuple(x[:2] for x in kinds(dkv_dtype))), by_ring)
+    outer = call._replace(chunks=wholes, group=outside, rank=number, sizes=sizes)
+    inside = hops(outer._replace(dkv_dtype=dkv_dtype), by_ring)
     is_shared = transfers["qkv"].in_shared_memory and call.part.options.has_gradient
     return Ulysses(count, group.rank(), inside, copies, transfers, is_shared)
