@@ -70,7 +70,6 @@ class OverRanks(torch.autograd.Function):
         *results, saved = run(*tensors)
         ctx.run_back = run_back
         ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod

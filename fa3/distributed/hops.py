@@ -115,7 +115,7 @@ class Hops:
         return out, lse_of_rows(lses) if returns_lse else None, saved
 
     def backward(
-        self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
+        self, modifiers: tuple, d_out: Tensor, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
         """Return the gradients, by out and the log-sum-exp of all keys.
         This rank's own keys come last, while gradients go back to other ranks."""
@@ -132,7 +132,7 @@ class Hops:
                 rows = part.rows
                 lse = lses[0][:, :, rows].contiguous() if merges else lses.pop()
                 tensors: list[Any] = [q[:, rows], *(x[:, part.keys] for x in keys), out[:, rows]]
-                tensors += [lse, None if d_out is None else d_out[:, rows]]
+                tensors += [lse, d_out[:, rows]]
                 tensors += [None if d_lse is None else d_lse[:, :, rows]]
                 target, read = (None, (None, None)) if part.merges else (dq[:, rows], modifiers)
                 fp32 = not part.is_alone or self.dkv_dtype == torch.float32

@@ -58,14 +58,11 @@ class Ulysses:
         return out, lses[0].squeeze(3).mT if lses else None, saved
 
     def backward(
-        self, modifiers: tuple, d_out: Tensor | None, d_lse: Tensor | None, *saved: Tensor
+        self, modifiers: tuple, d_out: Tensor, d_lse: Tensor | None, *saved: Tensor
     ) -> FourGradients:
         """Return the gradients; key/value heads' copies have theirs added in float32."""
-        if d_out is None and d_lse is not None:
-            ((_, columns, kind),) = self.transfers["out"].kinds
-            d_out = d_lse.new_zeros(*d_lse.mT.shape, columns, dtype=kind)
-        sent: list[Any] = [d_out] if d_lse is None else [d_out, d_lse.mT[..., None]]
-        d_out, *lses = self.transfers[("d_out", "d_out, d_lse")[len(sent) - 1]].start(sent)()
+        named = ("d_out", d_out) if d_lse is None else ("d_out, d_lse", d_out, d_lse.mT[..., None])
+        d_out, *lses = self.transfers[named[0]].start(named[1:])()
         d_lse = lses[0].squeeze(3).mT if lses else None
         *grads, mine = self.inside.backward(self.modifiers_of(modifiers), d_out, d_lse, *saved)
         dq, dk, dv = self.transfers["dq, dk, dv"].start(grads)()
