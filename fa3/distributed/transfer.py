@@ -41,11 +41,6 @@ class RowExchange(NamedTuple):
     totals: tuple[int, ...]  # rows that each rank has in the end
     moves: tuple[Move, ...]
 
-    def back(self, rows: tuple[int, ...]) -> "RowExchange":
-        """Return how rows get back to the ranks, which have so many."""
-        moves = [Move(target, source, at, rows) for source, target, rows, at in self.moves]
-        return RowExchange(rows, tuple(moves))
-
     def gradients(self) -> "RowExchange":
         """Return how rows' gradients get back to other ranks, move by move."""
         totals, moves = [0] * len(self.totals), []

@@ -15,7 +15,7 @@ from fa3.distributed.alone import FourGradients
 from fa3.distributed.exchange import RankCall
 from fa3.distributed.hops import Hops, hops
 from fa3.distributed.steps import whole_of
-from fa3.distributed.transfer import Transfer, exchange_of, num_rows_of, together
+from fa3.distributed.transfer import Transfer, exchange_of, together
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysse
     near = [call.chunks[i : i + count] for i in range(0, len(call.chunks), count)]
     wholes = tuple(tuple(map(whole_of, zip(*x, strict=True))) for x in near)
     number = call.rank // count
-    there = exchange_of(near[number], (together(wholes[number]),) * count)
+    held, everything = tuple(map(together, near[number])), (together(wholes[number]),) * count
+    there, back = exchange_of(held, everything), exchange_of(everything, held)
     copies = math.lcm(heads_kv, count) // heads_kv
     dkv_dtype = torch.float32 if copies > 1 else call.dtype
     heads, heads_kv = heads // count, heads_kv * copies // count
@@ -96,7 +97,7 @@ def ulysses(call: RankCall, by_ring: bool, *groups: dist.ProcessGroup) -> Ulysse
     out, lse = (heads, columns_v, call.dtype), (heads, 1, torch.float32)
     to_heads = {"qkv": [q, k, v], "d_out": [out], "d_out, d_lse": [out, lse]}
     to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": [q, dk, dv]}
-    here, back = call._replace(group=group), there.back(num_rows_of(near[number]))
+    here = call._replace(group=group)
     split_heads: Any = {"number": 0, "heads": "split"}
     join_heads: Any = {"number": 1, "heads": "join", "is_free": True}
     transfers = {name: here.transfer(there, x, **split_heads) for name, x in to_heads.items()}
