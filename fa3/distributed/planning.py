@@ -5,11 +5,11 @@ import math
 from dataclasses import dataclass
 from itertools import chain
 
-from fa3.calls.options import Options, as_pair, check_window, integer, real
+from fa3.calls.options import DENSE, PACKED, Options, as_pair, check_window, integer, real
 from fa3.complaints import shown
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.hops import keeps_keys
-from fa3.distributed.layouts import SequenceLayout, check_sequence_layout
+from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import NO_BOUND, Window
 
@@ -84,22 +84,22 @@ def plan(
         raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
     methods = methods_for(method, num_ranks, heads_q, window, has_slopes)
     chunks = layout.chunks(seqlen, num_ranks)
-    part = KeyPart(Options(window, has_gradient=True), None, False)
+    kind = PACKED if isinstance(layout, Documents) else DENSE
+    part = KeyPart(Options(window, has_gradient=True, kind=kind), None, False)
+    own, steps = steps_of(chunks, range(len(layout.cu_seqlens)), part, methods == ["ring"])
+    parts = [list(chain(*x)) for x in zip(own, *(step.parts for step in steps), strict=True)]
+    pairs = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
+    rows, alone = sum(step.exchange.most_received() for step in steps), sum(pairs)
     columns, copies = head_dim + (head_dim_v or head_dim), math.lcm(heads_kv, num_ranks) // heads_kv
-    plans = []
+    plans, others = [], seqlen * (num_ranks - 1) / num_ranks**2
     for name in methods:
-        own, steps = steps_of(chunks, (), part, name == "ring")
-        parts = [list(chain(*x)) for x in zip(own, *(step.parts for step in steps), strict=True)]
-        shares = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
-        alone = sum(shares)
-        rows = sum(step.exchange.most_received() for step in steps)
         # K and V come again unless they are kept. dK and dV are float32.
-        again = 2 if keeps_keys(part, num_ranks, heads_q, heads_kv) else 3
-        sent: tuple[float, ...] = (heads_kv * rows, again * heads_kv * rows)
+        again = 2.0 if keeps_keys(part, num_ranks, heads_q, heads_kv) else 3.0
+        shares, sent = pairs, (1.0 * heads_kv * rows, again * heads_kv * rows)
         if name == "ulysses":
             shares = (alone // num_ranks,) * num_ranks
             heads = heads_q + copies * heads_kv, heads_q + copies * heads_kv * (1 + (copies > 1))
-            sent = tuple(x * seqlen * (num_ranks - 1) / num_ranks**2 for x in heads)
+            sent = heads[0] * others, heads[1] * others
         received = tuple(2 * columns * x / 2**20 for x in sent)
         tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
         compute = tuple(x / tflops * 1e6 for x in tflop)

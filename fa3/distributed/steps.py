@@ -7,9 +7,10 @@ ring: the same, but from a rank at a time.
 Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention (arXiv 2310.01889).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product, repeat, takewhile
+from itertools import accumulate, chain, product, takewhile
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class KeyStep(NamedTuple):
 
 
 def steps_of(
-    chunks: Runs, order: tuple[int, ...], part: KeyPart, by_ring: bool
+    chunks: Runs, order: Sequence[int], part: KeyPart, by_ring: bool
 ) -> tuple[list[list[KeyPart]], list[KeyStep]]:
     """Return each rank's parts with its own keys, and steps with others'.
     Whole documents are one packed part. Each one that is cut is a sequence of its own. The order
@@ -44,6 +45,7 @@ def steps_of(
     documents = [[held[i : i + 2] for held in chunks] for i in range(0, len(chunks[0]), 2)]
     rows, is_packed = [num_rows_of(held) for held in documents], part.options.kind == PACKED
     num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) * is_packed
+    begins = [*accumulate(rows, lambda x, y: tuple(map(add, x, y)), initial=(0,) * len(chunks))]
     own, cut, steps = list[list[KeyPart]](), list[CutDocument](), list[KeyStep]()
     for rank in range(len(chunks)):
         whole = [i for i in range(num_whole) if rows[i][rank]]
@@ -52,12 +54,11 @@ def steps_of(
         named |= dict.fromkeys(("rows", "keys"), slice(0, sum(lengths)))
         one = replace(part, lengths=lengths if is_packed else None, **named)
         # A rank without rows has an empty part.
-        own.append([one] if whole or not any(x[rank] for x in rows) else [])
+        own.append([one] if whole or not begins[-1][rank] else [])
     for i, held in enumerate(documents[num_whole:], num_whole):
-        begins = map(sum, zip(*rows[:i], strict=True)) if i else repeat(0)
-        runs = [with_begins(together(x), begin) for x, begin in zip(held, begins, strict=False)]
+        runs = [with_begins(together(x), y) for x, y in zip(held, begins[i], strict=True)]
         options = part.options._replace(kind=DENSE)
-        one = replace(part, options=options, documents=order[i : i + 1])
+        one = replace(part, options=options, documents=tuple(order[i : i + 1]))
         cut.append(CutDocument(one, whole_of(chain(*held)), runs))
     for step in range(len(chunks) if by_ring else 1):
         parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
