@@ -109,7 +109,7 @@ def flash_attn_varlen_func(
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
 MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
-OPTIONS = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
+ASKED = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
 SIGNATURE = inspect.signature(flash_attn_func)
 
 
@@ -199,7 +199,7 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     q, k, v, slopes, sinks = tensors
     call = describe_tensors(dict(zip(OPERANDS, tensors, strict=True)), Options(kind=DENSE))
     described = tuple([getattr(call, name) for name in OPERANDS])
-    asked = {name: named[name] for name in OPTIONS}
+    asked = {name: named[name] for name in ASKED}
     asked["has_gradient"] = wants_gradient(q, k, v, sinks)
     options, _, deterministic, *_ = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
