@@ -42,7 +42,7 @@ def force(monkeypatch):
 
     def force(shares: KeyShares):
         monkeypatch.setattr(planning, "choose_shares", lambda *given: shares)
-        monkeypatch.setattr(planning, "may_split", lambda *given: True)
+        monkeypatch.setattr(planning, "most_parts_of", lambda *given: 100)
         forget()
 
     yield force

@@ -353,6 +353,8 @@ def test_the_last_part_adds_up_all(parts, order):
         (8192, 8192, (32, 8), False),
         (16384, 1000, (64, 8), False),
         (2000, 3, (16, 2), True),
+        # Memory has no room for the best choice, four parts.
+        (8192, 4, (64, 8), True),
     ],
 )
 def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
@@ -360,7 +362,7 @@ def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
     spec = make_problem(head_dim=128, window=CAUSAL).spec
     longest = total // min(num_sequences, 4)
     rows = PackedRows(total, total, num_sequences, longest, *heads)
-    shares = shares_of_packed(spec, CAUSAL, rows, False, 132)
+    shares = shares_of_packed(spec, CAUSAL, rows, splits, 132)
     assert (shares.parts > 1) == splits
     num_parts = number_of_packed_tiles(total, num_sequences, 128) * heads[1] * shares.parts
     assert not splits or numbers_of_key_parts(num_parts, spec, BackwardConfig(64, 128)) * 4 < 3e8

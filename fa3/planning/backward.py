@@ -27,8 +27,7 @@ from fa3.planning.key_split import (
     Waves,
     choose_shares,
     lines_of_group,
-    may_have_parts,
-    may_split,
+    most_parts_of,
     share_lines,
 )
 from fa3.planning.launch import FromCall, Launch, PlanBase
@@ -105,6 +104,8 @@ PACKED_L2 = 1.5
 """Times what L2 holds of Q, dO and dQ that a head group may have for key tiles to come by their
 work. Four sequences of 1k were 1.18 times faster, with 1.4 times L2 0.99 to 1.05, with four or more
 times 0.80 to 0.99 (docs/experiments.md)."""
+
+DIGITS = 3  # binary digits of what is rounded of packed sequences
 
 FEWEST_TILES = 512
 """Key tiles of a head group of packed sequences: some four for each SM, so that no tile alone is
@@ -253,7 +254,8 @@ class BackwardPlan(PlanBase):
         whole = cls(problem, gpu, is_ordered, writes_fp32=writes_fp32)
         num_sms = gpu.num_sms
         heads = problem.num_heads_kv * problem.batch
-        if not may_split(whole.num_key_tiles, num_sms):
+        most_parts = most_parts_of(whole.num_key_tiles, num_sms)
+        if most_parts < 2:
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
         if whole.may_have_lines:
@@ -265,7 +267,7 @@ class BackwardPlan(PlanBase):
             if lines is not None:
                 return replace(whole, shares=lines)
         tiles = key_tiles_of(problem.spec, whole.config, sequence, is_ordered)
-        sizes = tiles, heads, problem.qhead_per_kvhead, num_sms
+        sizes = tiles, heads, problem.qhead_per_kvhead, num_sms, most_parts
         shares = choose_shares(*sizes, is_ordered, not whole.is_long, whole.waves)
         return replace(whole, shares=shares)
 
@@ -596,7 +598,8 @@ def shares_of_packed(
         number_of_packed_tiles(total_k, num_sequences, choose_backward_config(spec).tile_n)
         * heads_kv
     )
-    if not may_split(num_tiles, num_sms):
+    most_parts = most_parts_of(num_tiles, num_sms)
+    if most_parts < 2:
         return KeyShares()
     keys_of_query, others = total_k / max(1, total_q), num_sequences - 1
 
@@ -607,8 +610,9 @@ def shares_of_packed(
     sequences = sequence(longest_q), sequence((total_q - longest_q) / max(1, others))
     counts = 1, rounded_length(others) if others else 0
     heads = heads_kv, heads_q // heads_kv
-    shares = shares_of_lengths(spec, sequences, counts, *heads, is_ordered, num_sms)
-    return shares if may_have_parts(num_tiles * shares.parts, num_sms) else KeyShares()
+    zeros = max(0, most_parts.bit_length() - DIGITS)
+    most_parts = most_parts >> zeros << zeros
+    return shares_of_lengths(spec, sequences, counts, *heads, is_ordered, num_sms, most_parts)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -620,6 +624,7 @@ def shares_of_lengths(
     group: int,
     is_ordered: bool,
     num_sms: int,
+    most_parts: int,  # of a key tile
 ) -> KeyShares:
     """How CTAs share packed sequences' key tiles, those with most blocks first."""
     config, tiles = choose_backward_config(spec), list[KeyTileWork]()
@@ -628,12 +633,13 @@ def shares_of_lengths(
     if not is_ordered:
         tiles.sort(reverse=True)
     waits = is_ordered or sequences[0].seqlen_k <= most_keys_unzeroed(sequences[0].window)
-    return choose_shares(tuple(tiles), heads_kv, group, num_sms, is_ordered, waits)
+    sizes = tuple(tiles), heads_kv, group, num_sms, most_parts
+    return choose_shares(*sizes, is_ordered, waits)
 
 
 def rounded_length(length: int) -> int:
-    """A length to three binary digits, upwards, and at least 1."""
-    unit = 1 << max(0, length.bit_length() - 3)
+    """A length to `DIGITS`, upwards, and at least 1."""
+    unit = 1 << max(0, length.bit_length() - DIGITS)
     return max(1, -(-length // unit) * unit)
 
 

@@ -111,33 +111,28 @@ class Waves(NamedTuple):
         return min(range(1, max(1, min(self.fitting, heads)) + 1), key=cost)
 
 
-def may_split(num_tiles: int, num_sms: int) -> bool:
-    """Whether all heads' key tiles are so few that splits may gain."""
-    return may_have_parts(2 * num_tiles, num_sms)
-
-
-def may_have_parts(num_parts: int, num_sms: int) -> bool:
-    """Whether memory allows so many parts of all key tiles."""
-    return num_parts <= MOST_PARTS_OF_SM * num_sms
+def most_parts_of(num_tiles: int, num_sms: int) -> int:
+    """Most parts of each of so many key tiles."""
+    return MOST_PARTS_OF_SM * num_sms // max(1, num_tiles)
 
 
 def ways_to_share(
-    tiles: tuple[KeyTileWork, ...], group: int, most_parts: float, is_ordered: bool, waits: bool
+    tiles: tuple[KeyTileWork, ...], group: int, at_once: float, is_ordered: bool, waits: bool
 ) -> list[KeyShares]:
     """Ways to share key tiles of `group` query heads.
-    CTAs have equally many heads each, or some of the query blocks. Up to `most_parts` parts of a
+    CTAs have equally many heads each, or some of the query blocks. Up to `at_once` parts of a
     key/value head run at the same time."""
     ways = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
     waves = 1 if waits else MOST_WAVES_OF_BLOCKS
     by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS]
-    ways += [x for x in by_blocks if x.parts * len(tiles) <= waves * most_parts]
-    if is_ordered or len(tiles) > most_parts:
+    ways += [x for x in by_blocks if x.parts * len(tiles) <= waves * at_once]
+    if is_ordered or len(tiles) > at_once:
         return ways
     longest = max(tile.blocks for tile in tiles)
     # From so many key tiles on there is no more work.
     count = 1 + min(tile.after for tile in tiles if tile.blocks == longest)
     work = group * sum(tile.blocks for tile in tiles)
-    least = max(int(work / most_parts), longest // BLOCK_PARTS[-1], 1)
+    least = max(int(work / at_once), longest // BLOCK_PARTS[-1], 1)
 
     def way(size: int) -> KeyShares:
         """The split with so many blocks in a part."""
@@ -145,7 +140,7 @@ def ways_to_share(
 
     sizes, afters = range(least, group * longest), [tile.after for tile in tiles]
     first = bisect.bisect_left(
-        sizes, True, key=lambda size: sum(map(way(size).parts_of_set, afters)) <= most_parts
+        sizes, True, key=lambda size: sum(map(way(size).parts_of_set, afters)) <= at_once
     )
     return [*ways, *map(way, sizes[first : first + 1])]
 
@@ -156,12 +151,12 @@ def choose_shares(
     heads: int,  # key/value heads, of all sequences
     group: int,  # query heads that share a key/value head
     num_sms: int,
+    most_parts: int,  # of a key tile
     is_ordered: bool,
     waits: bool,  # whether key tiles wait for one another: for their turn, or for a first store
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by when the last CTA ends."""
-    num_tiles = len(tiles) * heads
 
     def cost(shares: KeyShares) -> float:
         drifts = waves is not None and group > shares.parts * MOST_QUERY_HEADS
@@ -169,7 +164,7 @@ def choose_shares(
         return factor * time_of(tiles, heads, group, num_sms, shares, waves)
 
     whole, *ways = ways_to_share(tiles, group, num_sms / heads, is_ordered, waits)
-    costs = {x: cost(x) for x in ways if may_have_parts(num_tiles * x.parts, num_sms)}
+    costs = {x: cost(x) for x in ways if x.parts <= most_parts}
     costs[whole] = MOST_OF_TIME * cost(whole)
     return min(costs, key=costs.__getitem__)
 
