@@ -315,9 +315,7 @@ def compare_documents_with_slopes(group, method, cu_seqlens):
 
 
 @ON_CPU
-@pytest.mark.parametrize(
-    "size, cu_seqlens", [(2, (0, 5, 5, 6, 30, 41, 41)), (4, (0, 2, 2)), (2, (0,))]
-)
+@pytest.mark.parametrize("size, cu_seqlens", [(2, (0, 5, 5, 6, 30, 41)), (4, (0, 2, 2)), (2, (0,))])
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_slopes_belong_to_documents(ranks, method, size, cu_seqlens):
     """Of four ranks, two have no rows; there may be no documents."""
