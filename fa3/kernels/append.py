@@ -26,7 +26,7 @@ from cutlass import Float32, Int32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
-from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.arithmetic import LARGEST, Divisor
 from fa3.primitives.ragged_lengths import sequence_of
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.problem import FP8
@@ -120,6 +120,8 @@ class NewTokens(NamedTuple):
 
     call: AppendArguments
     capacity: Int32  # most tokens of a sequence in the cache
+    heads: Divisor  # key/value heads
+    tokens: Divisor  # tokens of a sequence, if they are equally many
 
     @property
     def num_tokens(self):
@@ -155,8 +157,8 @@ class NewTokens(NamedTuple):
     def sequence(self, token) -> tuple:
         """The sequence of a new token, and its index among these."""
         if cutlass.const_expr(self.call.cu_seqlens is None):
-            sequence = token // self.call.k.shape[1]
-            return sequence, token - sequence * self.call.k.shape[1]
+            sequence = self.tokens.quotient(token)
+            return sequence, token - sequence * self.tokens.value
         sequence = sequence_of(self.call.cu_seqlens, token, self.call.seqlens.shape[0])
         return sequence, token - self.begin(sequence)
 
@@ -210,7 +212,8 @@ class Append(KernelBase):
     def launch(self, call: AppendArguments, stream):
         pages = 1 if call.page_table is None else call.page_table.shape[1]
         capacity = capacity_of(call.k_cache.shape[1], pages)
-        new = NewTokens(call, capacity)
+        tokens = 1 if self.ragged else cutlass.max(call.k.shape[1], 1)
+        new = NewTokens(call, capacity, *map(Divisor.of, (call.k_cache.shape[2], tokens)))
         rows = new.num_tokens * call.k_cache.shape[2]
         columns = max(self.head_dim, self.head_dim_v)
         vectors = cutlass.max(rows * (columns // VECTOR), call.seqlens.shape[0])
@@ -233,15 +236,14 @@ class Append(KernelBase):
         block, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         index, call = block * THREADS + thread, new.call
-        if cutlass.const_expr(self.writes_lengths):
-            is_sequence = part == 0 and index < call.new_seqlens.shape[0]
-            if is_sequence:
-                seqlen = new.seqlen(index)
-                call.new_seqlens[index] = seqlen + new.count(index, new.capacity - seqlen)
         scale_k, scale_v = (None, None) if call.descales is None else call.descales
         tables = None if self.rotary is None else (call.cos, call.sin)
         if part == 0:
             self.append(index, new, call.k, call.k_cache, tables, scale_k)
+            if cutlass.const_expr(self.writes_lengths):  # noqa: SIM102, joined both would be traced
+                if index < call.new_seqlens.shape[0]:
+                    seqlen = new.seqlen(index)
+                    call.new_seqlens[index] = seqlen + new.count(index, new.capacity - seqlen)
         elif part == 1:
             self.append(index, new, call.v, call.v_cache, None, scale_v)
         else:
@@ -252,15 +254,18 @@ class Append(KernelBase):
     def append(self, index, new: NewTokens, tokens, cache, tables: tuple | None, scales):
         """Write vector `index` of the new keys or values into the cache."""
         row, vector = row_and_vector(index, cache.shape[3])
-        token, head = row // cache.shape[2], row % cache.shape[2]
+        token = new.heads.quotient(row)
+        head = row - token * new.heads.value
         if token < new.num_tokens:
             sequence, nth = new.sequence(token)
+            at = (token, head, None) if self.ragged else (sequence, nth, head, None)
+            # Loaded before the place is found, so that both latencies pass at once.
+            values = load_values(tokens[at], vector)
+            scale = None if scales is None else scales[sequence, head]
             outer, inner, exists = new.place(sequence, nth)
             if exists:
-                at = (token, head, None) if self.ragged else (sequence, nth, head, None)
-                scale = None if scales is None else scales[sequence, head]
-                source, target = tokens[at], cache[outer, inner, head, None]
-                self.move(source, target, vector, tables, new.turn(sequence) + nth, scale)
+                ends = tokens[at], cache[outer, inner, head, None]
+                self.move(values, *ends, vector, tables, new.turn(sequence) + nth, scale)
 
     @cute.jit
     def rotate_query(self, index, new: NewTokens, tables: tuple):
@@ -283,11 +288,13 @@ class Append(KernelBase):
             at = sequence, nth, head, None
         if is_query:
             position = new.turn(sequence) + nth * call.query_step
-            self.move(call.q[at], call.rotated[at], vector, tables, position)
+            values = load_values(call.q[at], vector)
+            self.move(values, call.q[at], call.rotated[at], vector, tables, position)
 
     @cute.jit
     def move(
         self,
+        values: cute.Tensor,  # the vector's, from `source`
         source: cute.Tensor,
         target: cute.Tensor,
         vector: Int32,
@@ -295,10 +302,8 @@ class Append(KernelBase):
         position: Int32,
         scale: Float32 | None = None,
     ):
-        """Copy one vector of a row.
+        """Write one vector of a row.
         It is rotated if there are tables, and divided by a scale for FP8."""
-        values = cute.make_rmem_tensor(VECTOR, source.element_type)
-        cute.autovec_copy(vector_of(source, vector), values)
         if cutlass.const_expr(tables is not None):
             self.rotate(values, source, vector, tables, position)
         if cutlass.const_expr(scale is not None):
@@ -320,11 +325,17 @@ class Append(KernelBase):
                 rotate_halves(values, source, cos, sin, vector, self.rotary.dim // 2)
 
 
+def load_values(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:
+    """Load a vector of a row into registers."""
+    values = cute.make_rmem_tensor(size, row.element_type)
+    cute.autovec_copy(vector_of(row, index, size), values)
+    return values
+
+
 @cute.jit
 def load(row: cute.Tensor, index, size: cutlass.Constexpr) -> cute.Tensor:
     """Load a vector of a row into registers, as float32."""
-    values = cute.make_rmem_tensor(size, row.element_type)
-    cute.autovec_copy(vector_of(row, index, size), values)
+    values = load_values(row, index, size)
     widened = cute.make_rmem_tensor(size, Float32)
     widened.store(values.load().to(Float32))
     return widened
