@@ -250,7 +250,7 @@ class PackedCall:
             "num_recompute": num_ctas,
         }
         counters, parts = [], list(prepared.memory.parts)
-        if route.splits_on_gpu:
+        if "segments" in prepared.names:
             num_slots = most_slots(num_tiles, num_sms)
             parts_memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
             counters, parts = [*parts_memory.counters], [*parts, *parts_memory.parts]

@@ -340,11 +340,6 @@ class Route(NamedTuple):
         """Whether sequences may be the forward kernel's, in tiles of one sequence."""
         return self.name in (FORWARD, BOTH, SPLIT, BOTH_SPLIT)
 
-    @property
-    def splits_on_gpu(self) -> bool:
-        """Whether the GPU splits tiles of the forward kernel."""
-        return self.name in (SPLIT, BOTH_SPLIT)
-
     def explain(self) -> str:
         """Which kernels serve which sequences, in a sentence."""
         return SENTENCES[self.name].format(self.most_queries)
@@ -498,7 +493,8 @@ def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
 
 
 def are_equal(signature: Signature, sizes: PackedSizes) -> bool:
-    """Whether all sequences surely have `max_seqlen_q` queries: not with padded q."""
+    """Whether all sequences have `max_seqlen_q` queries, as far as the host knows.
+    Padding may add up to the same rows. Then the result is right, but may take longer."""
     return sizes.total_q == sizes.batch * sizes.max_seqlen_q and not signature.has_used_q
 
 
