@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -90,13 +91,7 @@ assert not code_cache.is_unchanged()
 
 
 def test_sources_that_are_edited_before_they_are_imported_are_the_ones_that_count(tmp_path):
-    copied = tmp_path / "fa3"
-    for path in (ROOT / "fa3").rglob("*.py"):
-        to = copied / path.relative_to(ROOT / "fa3")
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_bytes(path.read_bytes())
-    for path in (ROOT / "fa3").rglob("*.json"):
-        (copied / path.relative_to(ROOT / "fa3")).write_bytes(path.read_bytes())
+    shutil.copytree(ROOT / "fa3", tmp_path / "fa3", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-c", EDITED], cwd=tmp_path, check=True)
 
 

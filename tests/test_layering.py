@@ -69,20 +69,12 @@ def imported(path: Path) -> frozenset[str]:
 def imported_modules(path: Path) -> set[Path]:
     """Return the modules of the package that a module imports."""
     found = set()
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] != "fa3":
-            continue
+    for parts in (name.split(".") for name in imported(path)):
         # The last part may be a name in a module.
-        for module in (Path(*parts), Path(*parts[:-1])):
-            for file in (module.with_suffix(".py"), module / "__init__.py"):
-                if file in MODULES:
-                    found.add(file)
-                    break
-            else:
-                continue
-            break
-    return found
+        modules = Path(*parts), Path(*(parts[:-1] or parts))
+        files = (file for one in modules for file in (one.with_suffix(".py"), one / "__init__.py"))
+        found |= {next((file for file in files if file in MODULES), None)}
+    return found - {None}
 
 
 def test_imports_point_down():
