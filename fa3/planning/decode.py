@@ -388,6 +388,7 @@ class DecodePlan(PlanBase):
         prediction, sizes, config = self.predict(), self.sizes, self.kernel().config
         others = sorted(self.considered, key=lambda one: one.prediction.us)
         merge = "Combine merges" if len(self.launches()) > 1 else "The decode kernel merges"
+        cut = f"All CTAs get equally many keys. {merge} the parts of split tiles."
         filled = "" if self.cache.is_full else ", if all sequences fill the cache"
         unmeasured = "" if self.is_measured else "; such calls were not measured"
         return {
@@ -397,7 +398,7 @@ class DecodePlan(PlanBase):
             f"and of V: {config.smem_bytes(self.spec):,} of {CAPACITY:,} bytes.",
             "Grid": f"{counted(self.num_ctas, 'CTA')} on {self.gpu.num_sms} SMs, for "
             f"{counted(sizes.num_tiles, 'tile')}.",
-            "Cut": f"All CTAs get equally many keys. {merge} the parts of split tiles.",
+            "Cut": cut if self.cut.has_parts else "Tiles stay whole.",
             "Time": f"{duration(prediction.us)} predicted, "
             f"{self.flops / prediction.us / 1e6:,.0f} TFLOP/s{filled}{unmeasured}.",
             "Bound": f"By {prediction.bound}: device memory {duration(prediction.memory_us)}, "
