@@ -87,9 +87,9 @@ def plan(
     kind = PACKED if isinstance(layout, Documents) else DENSE
     part = KeyPart(Options(window, has_gradient=True, kind=kind), None, False)
     own, steps = steps_of(chunks, range(len(layout.cu_seqlens)), part, methods == ["ring"])
-    parts = [list(chain(*x)) for x in zip(own, *(step.parts for step in steps), strict=True)]
+    parts = [list(chain(*x)) for x in zip(own, *(of_ranks for _, of_ranks in steps), strict=True)]
     pairs = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
-    rows, alone = sum(step.exchange.most_received() for step in steps), sum(pairs)
+    rows, alone = sum(x.most_received() for x, _ in steps), sum(pairs)
     columns, copies = head_dim + (head_dim_v or head_dim), math.lcm(heads_kv, num_ranks) // heads_kv
     plans, others = [], seqlen * (num_ranks - 1) / num_ranks**2
     for name in methods:

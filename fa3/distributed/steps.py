@@ -28,25 +28,43 @@ from fa3.distributed.transfer import (
 )
 from fa3.problem import NO_BOUND, Window
 
-
-class KeyStep(NamedTuple):
-    """Keys that come to ranks together."""
-
-    exchange: RowExchange
-    parts: list[list[KeyPart]]  # of each rank
+KeyStep = tuple[RowExchange, list[list[KeyPart]]]
+"""Keys that come to ranks together, and each rank's parts that see them."""
 
 
 def steps_of(
     chunks: Runs, order: Sequence[int], part: KeyPart, by_ring: bool
 ) -> tuple[list[list[KeyPart]], list[KeyStep]]:
     """Return each rank's parts with its own keys, and steps with others'.
-    Whole documents are one packed part. Each one that is cut is a sequence of its own. The order
-    has the documents' numbers."""
+    The order has the documents' numbers."""
+    own, cut = whole_and_cut(chunks, order, part)
+    steps = list[KeyStep]()
+    for step in range(len(chunks) if by_ring else 1):
+        parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
+        for rank in range(len(chunks)):
+            source = (rank - step) % len(chunks) if by_ring else None
+            seen = list(chain(*(document.parts(rank, source) for document in cut)))
+            own[rank] += [one for _, one in seen if one.keys]
+            lacking = [x for x in seen if not x[1].keys]
+            wanted.append(together(sorted((keys for keys, _ in lacking), key=lambda x: x.start)))
+            places = with_begins(wanted[-1])
+            parts.append(with_joined(replace(x, keys=placed(keys, places)) for keys, x in lacking))
+        if any(wanted):
+            steps.append((exchange_of(chunks, tuple(wanted)), parts))
+    return [with_joined(x) for x in own], steps
+
+
+def whole_and_cut(
+    chunks: Runs, order: Sequence[int], part: KeyPart
+) -> tuple[list[list[KeyPart]], list["CutDocument"]]:
+    """Return each rank's whole documents, a packed part, and cut ones.
+    Each one that is cut is a sequence of its own."""
     documents = [[held[i : i + 2] for held in chunks] for i in range(0, len(chunks[0]), 2)]
     rows, is_packed = [num_rows_of(held) for held in documents], part.options.kind == PACKED
     num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) * is_packed
+    # Rows before each document, on each rank.
     begins = [*accumulate(rows, lambda x, y: tuple(map(add, x, y)), initial=(0,) * len(chunks))]
-    own, cut, steps = list[list[KeyPart]](), list[CutDocument](), list[KeyStep]()
+    own, cut = list[list[KeyPart]](), list[CutDocument]()
     for rank in range(len(chunks)):
         whole = [i for i in range(num_whole) if rows[i][rank]]
         lengths = tuple(rows[i][rank] for i in whole)
@@ -60,19 +78,7 @@ def steps_of(
         options = part.options._replace(kind=DENSE)
         one = replace(part, options=options, documents=tuple(order[i : i + 1]))
         cut.append(CutDocument(one, whole_of(chain(*held)), runs))
-    for step in range(len(chunks) if by_ring else 1):
-        parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
-        for rank in range(len(chunks)):
-            source = (rank - step) % len(chunks) if by_ring else None
-            seen = list(chain(*(document.parts(rank, source) for document in cut)))
-            own[rank] += [one for _, one in seen if one.keys]
-            lacking = [x for x in seen if not x[1].keys]
-            wanted.append(together(sorted((keys for keys, _ in lacking), key=lambda x: x.start)))
-            places = with_begins(wanted[-1])
-            parts.append(with_joined(replace(x, keys=placed(keys, places)) for keys, x in lacking))
-        if any(wanted):
-            steps.append(KeyStep(exchange_of(chunks, tuple(wanted)), parts))
-    return [with_joined(x) for x in own], steps
+    return own, cut
 
 
 class CutDocument(NamedTuple):
@@ -106,9 +112,8 @@ class CutDocument(NamedTuple):
 
 def whole_of(chunks: Iterable[range]) -> range:
     """Return neighbouring chunks as one."""
-    chunks = tuple(chunks)
-    first = min((x.start for x in chunks), default=0)
-    return range(first, max((x.stop for x in chunks), default=0))
+    begins, ends = zip(*((x.start, x.stop) for x in chunks), strict=True)
+    return range(min(begins), max(ends))
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:

@@ -26,13 +26,8 @@ def num_rows_of(chunks: Iterable[Sequence[range]]) -> tuple[int, ...]:
     return tuple(sum(map(len, x)) for x in chunks)
 
 
-class Move(NamedTuple):
-    """Neighbouring rows that get to neighbouring places of a rank."""
-
-    source: int
-    target: int
-    rows: slice
-    places: slice
+Move = tuple[int, int, slice, slice]
+"""Source and target, of ranks; neighbouring rows of the source, and their places on the target."""
 
 
 class RowExchange(NamedTuple):
@@ -47,7 +42,7 @@ class RowExchange(NamedTuple):
         for source, target, rows, places in self.moves:
             if source != target:
                 begin, totals[source] = totals[source], totals[source] + rows.stop - rows.start
-                moves.append(Move(target, source, places, slice(begin, totals[source])))
+                moves.append((target, source, places, slice(begin, totals[source])))
         return RowExchange(tuple(totals), tuple(moves))
 
     def most_received(self) -> int:
@@ -68,7 +63,7 @@ def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
             if first < last:
                 rows = slice(first - chunk.start + row, last - chunk.start + row)
                 places = slice(first - run.start + place, last - run.start + place)
-                moves.append(Move(source, target, rows, places))
+                moves.append((source, target, rows, places))
     return RowExchange(num_rows_of(wanted), tuple(moves))
 
 
@@ -128,7 +123,7 @@ class Transfer:
                 self.leaving.append((i, here, there, target))
             elif target == self.rank:
                 self.coming.append((i, here, there, source))
-        crosses = any(move.source != move.target for move in self.exchange.moves)
+        crosses = any(source != target for source, target, *_ in self.exchange.moves)
         self.in_shared_memory = crosses and shares_memory(self.group, self.device)
 
     def shapes(self, total: int) -> list[tuple[int, ...]]:
@@ -229,14 +224,15 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group)
-    worked = len(set(hosts)) == 1
-    if worked:
-        try:
-            SharedMemory.of(group, 0, 1024)
-        except (AttributeError, ImportError, RuntimeError):  # no peer access, or an older torch
-            worked = False
-        dist.all_gather_object(hosts, worked, group)
-    return worked and all(hosts)
+    if len(set(hosts)) > 1:
+        return False
+    worked = True
+    try:
+        SharedMemory.of(group, 0, 1024)
+    except (AttributeError, ImportError, RuntimeError):  # no peer access, or an older torch
+        worked = False
+    dist.all_gather_object(hosts, worked, group)
+    return all(hosts)
 
 
 class SharedMemory(NamedTuple):
