@@ -589,6 +589,7 @@ PASSES = [
     ("gradients", "mask", 3, TYPE, "must be"),
     ("quantize", "q", dict.fromkeys("qkv", OUT.to(torch.float8_e4m3fn)), TYPE,
      "must be torch.bfloat16 or torch.float16"),
+    ("quantize", "q", dict.fromkeys("qkv", OUT.float()), TYPE, "must be torch.bfloat16 or"),
     ("quantize", "k", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q"),
     ("quantize", "q", dict.fromkeys("qkv", OUT[..., :48]),
      "has head_dim 48, supported in FP8 are multiples of 32"),

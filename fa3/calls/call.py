@@ -391,7 +391,7 @@ def prepare_without_lengths(
     """What `prepare` makes of a call `without_lengths`; its complaints have them."""
     try:
         return prepare(call.without_lengths(), options)
-    except (TypeError, ValueError):
+    except ValueError:  # a TypeError says nothing of lengths
         check_tensors(call)
         raise
 
