@@ -8,6 +8,7 @@ Elsewhere ranks send and receive through `torch.distributed`.
 import functools
 import math
 import socket
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -56,12 +57,19 @@ class RowExchange(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
     """Return how ranks with these chunks get the rows they want."""
-    moves = []
-    for (source, held), (target, runs) in product(enumerate(chunks), enumerate(wanted)):
-        for (chunk, row), (run, place) in product(with_begins(together(held)), with_begins(runs)):
-            first, last = max(chunk.start, run.start), min(chunk.stop, run.stop)
-            if first < last:
-                rows = slice(first - chunk.start + row, last - chunk.start + row)
+    # Searched, as no row is on two ranks: 64 ranks with 200 documents have 7 million pairs of runs.
+    held = sorted(
+        (chunk.start, chunk.stop, source, row)
+        for source, runs in enumerate(chunks)
+        for chunk, row in with_begins(together(runs))
+    )
+    starts, stops, moves = [x[0] for x in held], [x[1] for x in held], list[Move]()
+    for target, runs in enumerate(wanted):
+        for run, place in with_begins([*filter(len, runs)]):
+            seen = slice(bisect_right(stops, run.start), bisect_left(starts, run.stop))
+            for start, stop, source, row in held[seen]:
+                first, last = max(start, run.start), min(stop, run.stop)
+                rows = slice(first - start + row, last - start + row)
                 places = slice(first - run.start + place, last - run.start + place)
                 moves.append((source, target, rows, places))
     return RowExchange(num_rows_of(wanted), tuple(moves))
