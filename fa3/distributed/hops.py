@@ -197,10 +197,10 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def hops(call: RankCall, by_ring: bool) -> Hops:
     """Return what computes a call by gather, or by a ring."""
     chunks, rank, sizes = call.chunks, call.rank, call.sizes[1:]
-    own, steps = steps_of(chunks, call.order, call.part, by_ring)
+    local, steps = steps_of(chunks, call.order, call.part, by_ring)
     keeps = keeps_keys(call.part, len(chunks), call.sizes[0][0], sizes[0][0])
-    is_alone = not steps and len(own[rank]) == 1
-    results = [Hop([replace(x, is_alone=x.is_alone or is_alone) for x in own[rank]])]
+    is_alone = not steps and len(local[rank]) == 1
+    results = [Hop([replace(x, is_alone=x.is_alone or is_alone) for x in local[rank]])]
     for number, (exchange, parts) in enumerate(steps):
         # Hops in a row have other memory.
         kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]

@@ -86,8 +86,8 @@ def plan(
     chunks = layout.chunks(seqlen, num_ranks)
     kind = PACKED if isinstance(layout, Documents) else DENSE
     part = KeyPart(Options(window, has_gradient=True, kind=kind), None, False)
-    own, steps = steps_of(chunks, range(len(layout.cu_seqlens)), part, methods == ["ring"])
-    parts = [list(chain(*x)) for x in zip(own, *(of_ranks for _, of_ranks in steps), strict=True)]
+    local, steps = steps_of(chunks, range(len(layout.cu_seqlens)), part, methods == ["ring"])
+    parts = [list(chain(*x)) for x in zip(local, *(of_ranks for _, of_ranks in steps), strict=True)]
     pairs = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
     rows, alone = sum(x.most_received() for x, _ in steps), sum(pairs)
     columns, copies = head_dim + (head_dim_v or head_dim), math.lcm(heads_kv, num_ranks) // heads_kv

@@ -37,21 +37,21 @@ def steps_of(
 ) -> tuple[list[list[KeyPart]], list[KeyStep]]:
     """Return each rank's parts with its own keys, and steps with others'.
     The order has the documents' numbers."""
-    own, cut = whole_and_cut(chunks, order, part)
+    local, cut = whole_and_cut(chunks, order, part)
     steps = list[KeyStep]()
     for step in range(len(chunks) if by_ring else 1):
         parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
         for rank in range(len(chunks)):
             source = (rank - step) % len(chunks) if by_ring else None
             seen = list(chain(*(document.parts(rank, source) for document in cut)))
-            own[rank] += [one for _, one in seen if one.keys]
+            local[rank] += [one for _, one in seen if one.keys]
             lacking = [x for x in seen if not x[1].keys]
             wanted.append(together(sorted((keys for keys, _ in lacking), key=lambda x: x.start)))
             places = with_begins(wanted[-1])
             parts.append(with_joined(replace(x, keys=placed(keys, places)) for keys, x in lacking))
         if any(wanted):
             steps.append((exchange_of(chunks, tuple(wanted)), parts))
-    return [with_joined(x) for x in own], steps
+    return [with_joined(x) for x in local], steps
 
 
 def whole_and_cut(
@@ -64,7 +64,7 @@ def whole_and_cut(
     num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) * is_packed
     # Rows before each document, on each rank.
     begins = [*accumulate(rows, lambda x, y: tuple(map(add, x, y)), initial=(0,) * len(chunks))]
-    own, cut = list[list[KeyPart]](), list[CutDocument]()
+    local, cut = list[list[KeyPart]](), list[CutDocument]()
     for rank in range(len(chunks)):
         whole = [i for i in range(num_whole) if rows[i][rank]]
         lengths = tuple(rows[i][rank] for i in whole)
@@ -72,13 +72,13 @@ def whole_and_cut(
         named |= dict.fromkeys(("rows", "keys"), slice(0, sum(lengths)))
         one = replace(part, lengths=lengths if is_packed else None, **named)
         # A rank without rows has an empty part.
-        own.append([one] if whole or not begins[-1][rank] else [])
+        local.append([one] if whole or not begins[-1][rank] else [])
     for i, held in enumerate(documents[num_whole:], num_whole):
         runs = [with_begins(together(x), y) for x, y in zip(held, begins[i], strict=True)]
         options = part.options._replace(kind=DENSE)
         one = replace(part, options=options, documents=tuple(order[i : i + 1]))
         cut.append(CutDocument(one, whole_of(chain(*held)), runs))
-    return own, cut
+    return local, cut
 
 
 class CutDocument(NamedTuple):
