@@ -58,6 +58,8 @@ FP8 = "float8_e4m3fn"
 """What q, k and v may be made of in a forward pass whose out is in 16 bits; and caches."""
 FP8_BYTES = 1  # bytes of an element in FP8
 
+KEYS_OF_GROUP = 16  # keys of a group in V^T, see `fa3.primitives.fp8_compute`
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -73,6 +75,7 @@ class AttentionSpec:
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
         has_dropout: whether probabilities are dropped.
         fp8_out: element type of out if `dtype` is `FP8`; None else.
+        transposed_v: whether v is V^T in the key order (`fa3.primitives.fp8_compute`).
     """
 
     dtype: str
@@ -83,6 +86,7 @@ class AttentionSpec:
     sinks: str | None = None
     has_dropout: bool = False
     fp8_out: str | None = None
+    transposed_v: bool = False
 
     @property
     def is_fp8(self) -> bool:

@@ -613,6 +613,8 @@ IN_FP8 = [
      "has head_dim 48, supported with q in FP8 are multiples of 32"),
     ("fp8", "q_descale", torch.ones(2, 3), "must have shape (2, 2)"),
     ("fp8", "k_descale", torch._neg_view(torch.ones(2, 2)), "is a lazily negated view"),
+    *(("fp8", "v", torch.zeros(2, 2, 64, 2, 32).to(torch.float8_e4m3fn)[..., :n], text)
+      for n, text in ((16, "must have its groups of 16 keys"), (8, "must have shape (2, 2, 64"))),
     ("fp8", "dropout_p", 0.5, MISSING, "must be 0 with q in torch.float8_e4m3fn"),
     ("fp8", "pack_gqa", True, MISSING, "must be None or False with q in FP8"),
     ("fp8", "q, k, v and sinks", {"sinks": torch.zeros(4, requires_grad=True)}, MISSING,

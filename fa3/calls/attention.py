@@ -103,7 +103,8 @@ def flash_attn_func(
             Or float8_e4m3fn, without gradients: then head sizes are multiples of 32, and k and v
             are of the same dtype. The output is then bfloat16 or, with such an `out`, float16.
         k: (batch, seqlen_k, heads_kv, head_dim), like q.
-        v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim. In
+            FP8 also V^T, in the layout that docs/conventions.md describes.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
         window_size: keys that a query sees before and after its own position, as (left, right);

@@ -17,6 +17,7 @@ import torch
 from fa3.calls.modifiers import standard_scores
 from fa3.calls.operands import (
     ALIGNMENT,
+    DIMENSIONS,
     DTYPES,
     FP8_DTYPE,
     PACKED_DIMENSIONS,
@@ -37,6 +38,7 @@ from fa3.problem import (
     FP8_HEAD_DIM_UNIT,
     FP8_UNIT,
     HEAD_DIM_UNIT,
+    KEYS_OF_GROUP,
     AttentionSpec,
     Problem,
     Window,
@@ -61,7 +63,7 @@ class TensorRule(NamedTuple):
 TENSOR_RULES = {
     "q": TensorRule(ALL_KINDS, "{queries}, heads_q, head_dim", "q"),
     "k": TensorRule(ALL_KINDS, "{keys}, heads_kv, head_dim", "keys", "k_cache"),
-    "v": TensorRule(ALL_KINDS, "{keys}, heads_kv, head_dim_v", "keys", "v_cache"),
+    "v": TensorRule(ALL_KINDS, "{values}", "keys", "v_cache"),
     "k_new": TensorRule((CACHED,), "{new}, heads_kv, head_dim", "new", "k"),
     "v_new": TensorRule((CACHED,), "{new}, heads_kv, head_dim_v", "new", "v"),
     "rotary_cos": TensorRule((CACHED,), "positions, rotary_dim / 2", "rotary"),
@@ -232,7 +234,7 @@ class AttentionCall(
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[-1]
+        return self.v.shape[2 if self.has_transposed_v else -1]
 
     @property
     def num_sequences(self) -> int:
@@ -269,12 +271,20 @@ class AttentionCall(
         """Whether queries, keys and values are multiplied in FP8."""
         return not self.has_cache and self.q.dtype == FP8_DTYPE
 
+    @property
+    def has_transposed_v(self) -> bool:
+        """Whether v is V^T of `fa3.quantize`: it has one dimension more."""
+        return self.kind == DENSE and self.is_fp8 and len(self.v.shape) == len(DIMENSIONS) + 1
+
     def dimensions(self, tensor: str) -> list[str]:
         """The dimensions of one of the `TENSORS`; equal names mean equal sizes."""
         keys = "num_pages, page_size" if self.page_table else "batch_cache, seqlen_cache"
+        keys = {DENSE: "batch, seqlen_k", PACKED: "total_k"}.get(self.kind, keys)
+        transposed = f"batch, heads_kv, head_dim_v, groups, {KEYS_OF_GROUP}"
         groups = {
             "queries": "total_q" if self.is_packed else "batch, seqlen_q",
-            "keys": {DENSE: "batch, seqlen_k", PACKED: "total_k"}.get(self.kind, keys),
+            "keys": keys,
+            "values": transposed if self.has_transposed_v else f"{keys}, heads_kv, head_dim_v",
             "new": "total_new" if self.cu_seqlens_k_new else "batch, seqlen_new",
         }
         dimensions = TENSOR_RULES[tensor].dimensions.format(**groups).split(", ")
@@ -316,6 +326,7 @@ class AttentionCall(
             None if self.sinks is None else str(self.sinks.dtype).removeprefix("torch."),
             options.has_dropout,
             out_dtype if self.is_fp8 else None,
+            self.has_transposed_v,
         )
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
@@ -445,8 +456,17 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
     if name in ("q", "v"):
         unit = (FP8_HEAD_DIM_UNIT, " with q in FP8") if call.is_fp8 else (HEAD_DIM_UNIT, "")
         unit = (FP8_UNIT, " with an FP8 cache") if call.has_fp8_cache else unit
-        operand.check_head_dim(shown, *unit)
+        columns = call.head_dim if name == "q" else call.head_dim_v
+        operand._replace(shape=(columns,)).check_head_dim(shown, *unit)
+    if name == "v" and call.has_transposed_v:
+        groups = -(-call.k.shape[1] // KEYS_OF_GROUP)
+        sizes |= {"groups": (groups, "k"), str(KEYS_OF_GROUP): (KEYS_OF_GROUP, "k")}
     operand.check_sizes(shown, dimensions, sizes)
+    if "groups" in dimensions and operand.shape[3] > 1 and operand.stride[3] != KEYS_OF_GROUP:
+        raise ValueError(
+            f"v must have its groups of {KEYS_OF_GROUP} keys side by side, got stride "
+            f"{operand.stride[3]} in dimension 3"
+        )
     if name not in READ_BY_NUMBER:
         # Kernels step to where other sequences would be, also along a single row.
         operand.check_layout(shown, dimensions[0] in ("total_q", "total_k"))

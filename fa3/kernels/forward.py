@@ -14,7 +14,8 @@ Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have 
     pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
-    In FP8 (`forward_formats`) warps rewrite blocks of V, or of both, into `converted_stages`.
+    In FP8 (`forward_formats`) warps rewrite blocks of V, or of both, into `converted_stages`. They
+    do not if v comes as V^T.
     K and V blocks are multicast to all CTAs of the cluster, which walk the same blocks.
 
 Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
@@ -57,7 +58,13 @@ from fa3.primitives.pipelines import tma_pipeline
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
-from fa3.primitives.tma import TmaTensor, ragged_tma_view, rows_first, tile_loader
+from fa3.primitives.tma import (
+    TmaTensor,
+    ragged_tma_view,
+    rows_first,
+    rows_of_transposed,
+    tile_loader,
+)
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
@@ -122,7 +129,8 @@ class Forward(AttentionKernel):
             k, v = map(view_k, (call.k, call.v))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
-            q, k, v, o = map(rows_first, (call.q, call.k, call.v, call.o))
+            q, k, o = map(rows_first, (call.q, call.k, call.o))
+            v = (rows_of_transposed if self.spec.transposed_v else rows_first)(call.v)
         blocks_k, blocks_v = self.format.memory
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()

@@ -15,8 +15,10 @@ from fa3.primitives.fp8_blocks import CacheConverter
 from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
     Fp8Attention,
+    PartsAttention,
     TwoLevelAttention,
     ValueTransposer,
+    pv_overlaps,
     transposers,
 )
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
@@ -70,16 +72,20 @@ class SixteenBits:
 
 
 class Fp8Products(SixteenBits):
-    """q, k and v in FP8: two or three warps transpose V."""
+    """FP8 operands; warps transpose V unless it is V^T."""
 
     @property
     def rewriters(self) -> int:
+        if not self.config.converted_stages:
+            return 0
         return transposers(self.config.tile_n, self.columns_v, self.config.one_level)
 
     @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
         k, v = super().memory
         tile_n, stages = self.config.tile_n, self.config.converted_stages
+        if not stages:
+            return k, v.transposed(tile_n, self.columns_v)
         transposed = BlockMemory.of(self.columns_v, tile_n, self.dtype, stages)
         return k, transposed.rewritten(v, self.rewriters)
 
@@ -88,12 +94,15 @@ class Fp8Products(SixteenBits):
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
-        tile_n, columns = self.config.tile_n, self.columns_v
-        if self.config.one_level:
-            return Fp8Attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
-        if tile_n // 8 + columns > MOST_REGISTERS:
-            columns //= 2  # P, O and P V do not fit the registers.
-        return TwoLevelAttention.of, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
+        tile_n, columns, consumers = self.config.tile_n, self.columns_v, self.config.consumers
+        attention: Callable = Fp8Attention
+        if not self.config.one_level:
+            attention = TwoLevelAttention.of
+            if not pv_overlaps(tile_n, columns, consumers):
+                attention = PartsAttention
+                if tile_n // 8 + columns > MOST_REGISTERS[consumers]:
+                    columns //= 2  # P, O and P V do not fit the registers.
+        return attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
 
     def reference(self, bound: float) -> RowMax:
         return RowMax.LOW

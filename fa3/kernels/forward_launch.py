@@ -18,7 +18,7 @@ from fa3.primitives.wgmma import (
     ROWS,
     WARPGROUP,
 )
-from fa3.problem import ELEMENTS, FP8, FP8_BYTES, AttentionSpec
+from fa3.problem import ELEMENTS, FP8, FP8_BYTES, KEYS_OF_GROUP, AttentionSpec
 
 FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
 OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
@@ -72,7 +72,9 @@ class ForwardConfig:
     def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a consumer."""
         table = REGISTERS_OF_PAGES if spec.is_fp8 or has_cache else REGISTERS
-        if spec.is_fp8 and transposers(self.tile_n, padded(spec.head_dim_v), self.one_level) > 2:
+        if spec.transposed_v or (
+            spec.is_fp8 and transposers(self.tile_n, padded(spec.head_dim_v), self.one_level) > 2
+        ):
             table = REGISTERS
         if self.converted_stages and not spec.is_fp8:
             table = REGISTERS_OF_CONVERTERS
@@ -90,7 +92,8 @@ class ForwardConfig:
     def registers(self, spec: AttentionSpec) -> int:
         """Registers that a consumer thread needs for fragments and drawn numbers."""
         if spec.is_fp8:
-            return fragment_registers(self.tile_n, padded(spec.head_dim_v), self.one_level)
+            columns, is_one = padded(spec.head_dim_v), self.one_level
+            return fragment_registers(self.tile_n, columns, is_one, self.consumers)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
 
@@ -134,10 +137,11 @@ class ForwardConfig:
             )
         if self.cluster_h > 1 and spec.mask.templates:
             raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
-        if (spec.is_fp8 or has_fp8_cache) != (self.converted_stages > 0):
+        has_rewriters = (spec.is_fp8 and not spec.transposed_v) or has_fp8_cache
+        if has_rewriters != (self.converted_stages > 0):
             raise ValueError(
-                f"converted_stages must be 1 or more where k and v are FP8, and 0 elsewhere, got "
-                f"{self.converted_stages}"
+                f"converted_stages must be 1 or more where k and v are FP8, but 0 with V^T and "
+                f"elsewhere, got {self.converted_stages}"
             )
         if self.one_level and not spec.is_fp8:
             raise ValueError("one_level must be False in 16 bits")
@@ -212,11 +216,14 @@ class ForwardArguments(NamedTuple):
             key_rows, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
             dtype_k = FP8 if cache.is_fp8 else spec.dtype
         vector, can_mark = arguments.int32_vector, kernel.config.fixed_reference
+        shape_v = *key_rows, heads_kv, spec.head_dim_v
+        if spec.transposed_v:
+            shape_v = batch, heads_kv, spec.head_dim_v, cute.sym_int(), KEYS_OF_GROUP
         return cls(
             **arguments.scalars(cls),
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim)),
-            v=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim_v)),
+            v=arguments.tma_tensor(dtype_k, shape_v),
             o=arguments.tma_tensor(spec.out_dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
             modifiers=arguments.symbolic_modifiers(spec),
             schedule_state=vector(exists=schedule.reads_state),

@@ -129,6 +129,7 @@ class Tiling(NamedTuple):
         """Whether the row's config can run a spec."""
         return (
             spec.element.bytes == self.element_bytes
+            and (self.config.converted_stages > 0) == (spec.is_fp8 and not spec.transposed_v)
             and spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
             and spec.has_user_functions == self.functions
@@ -188,22 +189,22 @@ TILINGS_IN_FP8 = tuple(
         head_dim_v,
         None,
         math.inf,
-        replace(config, one_level=ONE_LEVEL),
+        replace(config, one_level=ONE_LEVEL, converted_stages=stages),
         functions,
         element_bytes=1,
     )
+    for stages in (2, 0)  # 0 for V^T
     for functions in (False, True)
     for head_dim, head_dim_v, config in (
-        (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3, converted_stages=2)),
-        (128, 128, ForwardConfig(128, 192, converted_stages=2))
-        if ONE_LEVEL
-        else (128, 128, ForwardConfig(128, 128, q_stages=2, converted_stages=2)),
-        (192, 128, ForwardConfig(128, 128, converted_stages=2)),
-        (256, 256, ForwardConfig(128, 128, own_o=False, converted_stages=2)),
+        (64, 64, ForwardConfig(*(128, 192) if functions else (192, 128), 2, kv_stages=3)),
+        (128, 128, ForwardConfig(192, 96, kv_stages=3))
+        if ONE_LEVEL and not functions
+        else (128, 128, ForwardConfig(128, 128, q_stages=2, kv_stages=2 if stages else 3)),
+        (192, 128, ForwardConfig(128, 128)),
+        (256, 256, ForwardConfig(128, 128, own_o=not stages)),
     )
 )
-"""The same for q, k and v in FP8, measured on an H100 on 2026-11-26. Of sums in one level only the
-tiling for head size 128 was chosen by measurement, on 2026-11-27."""
+"""The same for q, k and v in FP8, measured on an H100 on 2026-11-27, but for head size 192."""
 
 FULL_SHARE = 0.2
 """Share of L2's bytes for K and V that a head group has without a mask, where no longest tile must

@@ -62,6 +62,12 @@ class BlockMemory:
         loaded = cls.of(tile_n, columns, Float8E4M3FN, loaded_stages)
         return cls.of(tile_n, columns, CONVERTED, stages).rewritten(loaded, warps)
 
+    def transposed(self, tile_n: int, columns: int) -> "BlockMemory":
+        """The same blocks in V^T; as loaded they are (keys, columns, stages) there, too."""
+        sizes = self.dtype, self.stages
+        by_keys = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (ROWS, tile_n, columns), *sizes)
+        return replace(self.of(columns, tile_n, *sizes), loaded_layout=by_keys)
+
     def rewritten(self, loaded: "BlockMemory", warps: int) -> "BlockMemory":
         """These blocks, made by a few warps from loaded ones."""
         layout, kind = loaded.layout, loaded.dtype
@@ -94,12 +100,13 @@ class BlockMemory:
         """
         kinds = "", "barriers_", "loaded_", "loaded_barriers_"
         fields = BlockFields(*(getattr(storage, kind + name) for kind in kinds))
-        blocks = fields.blocks.get_tensor(self.layout.outer, swizzle=self.layout.inner)
-        if not self.rewriters:
-            pipe = new_pipeline(fields.barriers, self.dtype, self.layout, readers)
-            return BlockRing(blocks, pipe, blocks, pipe)
         kind, layout = self.loaded_type, self.loaded_layout
-        loaded = fields.loaded.get_tensor(layout.outer, swizzle=layout.inner)
+        blocks = fields.blocks.get_tensor(self.layout.outer, swizzle=self.layout.inner)
+        field = fields.loaded if self.rewriters else fields.blocks
+        loaded = field.get_tensor(layout.outer, swizzle=layout.inner)
+        if not self.rewriters:
+            pipe = new_pipeline(fields.barriers, kind, layout, readers)
+            return BlockRing(blocks, pipe, loaded, pipe)
         loading = new_pipeline(fields.loaded_barriers, kind, layout, self.rewriters)
         pipe = thread_pipeline(fields.barriers, self.stages, self.rewriters, readers)
         return BlockRing(blocks, ConvertedPipeline(pipe), loaded, loading)

@@ -2,8 +2,8 @@
 
 FP8 WGMMAs differ from 16-bit ones in three ways:
 
-- Both operands must be contiguous along the dimension that is summed over, so P V wants V^T. A
-  `ValueTransposer` transposes blocks of V in shared memory.
+- Both operands must be contiguous along the dimension that is summed over, so P V wants V^T. Where
+  the caller does not have it, a `ValueTransposer` transposes blocks of V in shared memory.
 - A thread holds other keys of P as an operand than it gets of S as sums. In V^T, 16 keys each
   are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
   are the operand P as they are.
@@ -16,6 +16,7 @@ DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -27,7 +28,8 @@ from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
 from fa3.primitives.wgmma import ROWS
 
-MOST_REGISTERS = 208  # for all fragments: of 232, a thread needs 24 for other things
+MOST_REGISTERS = {2: 208, 3: 136}
+"""MMA warpgroups -> registers for all fragments: of 232 or 160, 24 are for other things."""
 
 MOST_OF_ONE_LEVEL = 184
 """Registers of S and O, with sums in one level, up to which 232 registers a thread are enough: at
@@ -42,14 +44,14 @@ thread. Three have 24, which leave the MMA warpgroups 240."""
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
 
-def pv_overlaps(tile_n: int, columns_v: int) -> bool:
+def pv_overlaps(tile_n: int, columns_v: int, consumers: int) -> bool:
     """Whether registers let P V overlap the next block's softmax."""
-    return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS
+    return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS[consumers]
 
 
-def fragment_registers(tile_n: int, columns_v: int, one_level: bool) -> int:
+def fragment_registers(tile_n: int, columns_v: int, one_level: bool, consumers: int) -> int:
     """A thread's registers for S, P, O and an overlapping P V."""
-    is_apart = not one_level and pv_overlaps(tile_n, columns_v)
+    is_apart = not one_level and pv_overlaps(tile_n, columns_v, consumers)
     return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
 
@@ -80,7 +82,7 @@ class Fp8Attention(Attention):
 class TwoLevelAttention(Fp8Attention):
     """The same with sums in two levels."""
 
-    # Sums of P V since they were added to O, and of how many blocks; None without overlap.
+    # Sums of P V since they were added to O, and of how many blocks.
     fresh: cute.Tensor | None = None
     count: cute.Tensor | None = None
 
@@ -88,8 +90,6 @@ class TwoLevelAttention(Fp8Attention):
     def of(cls, *fields) -> "TwoLevelAttention":
         """A tile's attention at its beginning; arguments as in the base."""
         attention = cls(*fields)
-        if not attention.overlaps:
-            return attention
         fresh = cute.make_rmem_tensor(attention.regs.acc_O.layout, Float32)
         count = cute.make_rmem_tensor(1, Int32)
         fresh.fill(0.0)
@@ -97,42 +97,19 @@ class TwoLevelAttention(Fp8Attention):
         return replace(attention, fresh=fresh, count=count)
 
     @property
-    def overlaps(self) -> bool:
-        """Whether P V runs under the softmax of the next block."""
-        return pv_overlaps(self.rules.coords.width, 2 * cute.size(self.regs.acc_O))
-
-    @property
-    def parts(self) -> int:
-        return cute.size(self.regs.acc_O, mode=[2])
-
-    @property
     def accs(self) -> tuple:
-        return (self.regs.acc_O, *[self.fresh] * self.overlaps)
+        return self.regs.acc_O, self.fresh
 
     def issue_pv(self, v_state, part: int) -> cute.Tensor:
-        """Start P V of part of V's columns, in its own registers."""
+        """Start P V in its own registers."""
         vt = self.regs.vt[None, None, None, v_state.index]
-        size, _, steps = (cute.size(vt, mode=[i]) for i in range(3))
-        fresh, again = self.fresh, False
-        if self.overlaps:
-            again = self.count[0] > 0
-        else:
-            fresh = cute.make_rmem_tensor(self.part_of_O(part).layout, Float32)
-        vt = cute.local_tile(vt, (size, 1, steps), (0, part, 0))
-        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, again)
-        return fresh
-
-    def part_of_O(self, part: int) -> cute.Tensor:
-        """The registers of O for a part of V's columns."""
-        acc_O = self.regs.acc_O
-        size, columns = cute.size(acc_O, mode=[0]), cute.size(acc_O) * 2 // self.parts
-        layout = cute.make_layout(self.mmas.pv.partition_shape_C((ROWS, columns)))
-        return cute.make_tensor(acc_O.iterator + part * size, layout)
+        wgmma.issue(self.mmas.pv.op, self.fresh, self.operand_p(), vt, self.count[0] > 0)
+        return self.fresh
 
     @cute.jit
     def add(self, fresh: cute.Tensor, part: int, v_state=None):
         """O += P V; in the block loop once every `BLOCKS_OF_SUM` blocks."""
-        count, acc_O = self.count, self.part_of_O(part)
+        count, acc_O = self.count, self.regs.acc_O
         if cutlass.const_expr(v_state is None):
             acc_O.store(acc_O.load() + fresh.load())
         else:
@@ -142,6 +119,37 @@ class TwoLevelAttention(Fp8Attention):
                 self.wait(self.pipeline_v, v_state)
                 count[0] = 0
                 acc_O.store(acc_O.load() + fresh.load())
+
+
+class PartsAttention(Fp8Attention):
+    """The same with few registers: P V follows the softmax, in parts."""
+
+    overlaps: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> int:
+        return cute.size(self.regs.acc_O, mode=[2])
+
+    def issue_pv(self, v_state, part: int) -> cute.Tensor:
+        """Start P V of part of V's columns, in its own registers."""
+        vt = self.regs.vt[None, None, None, v_state.index]
+        size, _, steps = (cute.size(vt, mode=[i]) for i in range(3))
+        fresh = cute.make_rmem_tensor(self.part_of_O(part).layout, Float32)
+        vt = cute.local_tile(vt, (size, 1, steps), (0, part, 0))
+        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, False)
+        return fresh
+
+    def part_of_O(self, part: int) -> cute.Tensor:
+        """The registers of O for a part of V's columns."""
+        acc_O = self.regs.acc_O
+        size, columns = cute.size(acc_O, mode=[0]), cute.size(acc_O) * 2 // self.parts
+        layout = cute.make_layout(self.mmas.pv.partition_shape_C((ROWS, columns)))
+        return cute.make_tensor(acc_O.iterator + part * size, layout)
+
+    def add(self, fresh: cute.Tensor, part: int, v_state=None) -> None:
+        """O += P V."""
+        acc_O = self.part_of_O(part)
+        acc_O.store(acc_O.load() + fresh.load())
 
 
 @dataclass(frozen=True)

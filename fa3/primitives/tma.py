@@ -79,6 +79,14 @@ def rows_first(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
 
 
+def rows_of_transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The same of V^T, (batch, heads, head_dim, groups, keys of a group)."""
+    (batch, heads, head_dim, groups, keys), stride = tensor.shape, tensor.stride
+    shape = groups * keys, head_dim, heads, batch
+    layout = cute.make_layout(shape, stride=(1, stride[2], stride[1], stride[0]))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 class TmaTensor(NamedTuple):
     """A TMA descriptor of (rows, head_dim, heads, batch), and its coordinates."""
 

@@ -6,6 +6,9 @@ import torch
 
 from fa3.kernels.quantize import HASH, LEAST_SCALE, MOST, mixed_columns
 from fa3.primitives.vectors import VECTOR
+from fa3.problem import KEYS_OF_GROUP
+
+KEY_ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # of V^T, in a group of keys
 
 
 def quantize_rows(
@@ -39,6 +42,20 @@ def quantize_rows(
     scaled = by_head * (1.0 / descale)[:, None, :, None, None]
     written.copy_(scaled.clamp(-MOST, MOST).flatten(2, 3))
     descale.mul_(norm)
+
+
+def in_key_order(rows: torch.Tensor) -> torch.Tensor:
+    """V^T (batch, heads, columns, groups, 16) of V (batch, seqlen, heads, columns).
+    Past the last key is that key again."""
+    end = -(-rows.shape[1] // KEYS_OF_GROUP) * KEYS_OF_GROUP
+    keys = torch.arange(end).unflatten(0, (-1, KEYS_OF_GROUP))[:, KEY_ORDER]
+    return rows[:, keys.clamp(max=rows.shape[1] - 1)].permute(0, 3, 4, 1, 2)
+
+
+def in_rows(transposed: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """V of V^T, the other way round."""
+    keys = transposed.view(torch.uint8)[..., torch.tensor(KEY_ORDER).argsort()].flatten(3)
+    return keys[..., :seqlen].permute(0, 3, 1, 2).view(transposed.dtype)
 
 
 def rotate_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import FP8_OFFSET, FP8_SLACK, LOG2_E, SLACK
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Problem, Window
+from fa3.reference.quantize import in_rows
 from fa3.schedules import walk
 from fa3.schedules.order import Segment
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
@@ -226,6 +227,8 @@ class Walker:
                 what keys, values and, if they are FP8, queries are multiplied by, each
                 (sequences, heads_kv).
         """
+        if spec.transposed_v:
+            values = {**values, "v": in_rows(values["v"], values["k"].shape[1])}
         tensors, self.descales = values.get("modifiers"), values.get("descales")
         operands = map(values.get, ("q", "k", "v", "o", "lse"))
         self.q, self.k, self.v, self.out, self.lse = batched(operands)
