@@ -597,6 +597,7 @@ PASSES = [
     ("quantize", "q", lambda x: x[:, :, :0], "must have heads like k, got shape (2, 20, 0, 64)"),
     ("quantize quantize_packed", "q k v", lambda x: x.clone().requires_grad_(), "requires grad"),
     ("quantize_packed", "cu_seqlens_k", None, TYPE, NO_TENSOR),
+    ("quantize_packed", "transpose_v", True, MISSING, "must be False with packed sequences"),
     ("quantize_packed", "cu_seqlens_q", lambda x: x + 1, "must begin with 0"),
 ]  # fmt: skip
 

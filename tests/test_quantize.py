@@ -15,12 +15,13 @@ import fa3
 from fa3.calls.quantize import means_of
 from fa3.kernels.quantize import LEAST_SCALE, Quantize, mixed_columns
 from fa3.problem import Window
-from fa3.reference.quantize import rotate_rows
+from fa3.reference.quantize import in_key_order, rotate_rows
 from fa3.running import compiler
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max
-OPTIONS = [{}, {"hadamard": True}, {"smooth_k": True}, {"hadamard": True, "smooth_k": True}]
+FOR_PACKED = [{}, {"hadamard": True}, {"smooth_k": True}, {"hadamard": True, "smooth_k": True}]
+OPTIONS = [*FOR_PACKED, {"transpose_v": True}]
 
 HEADS = [(64, 64), (96, 160), (128, 128), (192, 128), (224, 32), (256, 256)]
 
@@ -36,6 +37,8 @@ def made_of(q, k, v, *ends, **options) -> fa3.calls.quantize.Quantized:
     """Quantize into NaN memory; assert what all results have in common."""
     with poisoned_allocations():
         made = fa3.quantize(q, k, v, *ends, **options)
+    if "transpose_v" in options:
+        v = in_key_order(v)
     for tensor, codes in zip((q, k, v), made[:3], strict=True):
         assert codes.dtype == E4M3 and codes.shape == tensor.shape and codes.is_contiguous()
     for scale in made[3:]:
@@ -85,7 +88,7 @@ def test_attention_is_the_same(head_dim, where):
 
 
 def test_packed_sequences_are_as_one_by_one(where):
-    for options in OPTIONS:
+    for options in FOR_PACKED:
         lengths = [5, 300, 0, 129, 1]
         ends = torch.tensor([0, *lengths]).cumsum(0).int().to(where)
         q, k, v = (drawn(440, h, 64, seed=i, where=where) for i, h in enumerate((4, 2, 2)))
@@ -256,10 +259,12 @@ def test_calls_without_heads_need_no_kernel():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("is_full", [False, True])
-def test_machine_code(is_full):
-    report = report_of(Quantize("bfloat16", 128, 128, 4 if is_full else 1, *[is_full] * 3))
+@pytest.mark.parametrize(("is_full", "has_vt"), [(False, False), (False, True), (True, False)])
+def test_machine_code(is_full, has_vt):
+    report = report_of(Quantize("bfloat16", 128, 128, 4 if is_full else 1, *[is_full] * 3, has_vt))
     # A thread loads all of its vectors at once: before both visits of q, k and v, and in each.
     assert report.count("LDG.E.128") == 3 * 3 * 4
     assert report.count("F2FP.SATFINITE.E4M3") == 3 * 4 * 8 // 2
     assert (report.count("SHFL.BFLY") > 0) == is_full
+    # A thread writes 8 bytes at once, but 4 of V^T.
+    assert report.count("STG.E.64") == (2 if has_vt else 3) * 4
