@@ -26,6 +26,7 @@ from benchmarks import bench_distributed as bench
 from docs.examples import context_parallel
 from fa3.calls.options import Options
 from fa3.distributed import (
+    SequenceLayout,
     attention,
     contiguous,
     documents,
@@ -669,8 +670,15 @@ def test_tensors_may_be_slices_and_shared(ranks, method):
         assert max(errors) < 0.1, errors
 
 
+class Striped(SequenceLayout):
+    def chunks(self, seqlen, num_ranks):
+        runs = [range(seqlen)[i : i + 3] for i in range(0, 9 * num_ranks, 3)]
+        runs[-1] = range(runs[-1].start, seqlen)
+        return tuple(tuple(runs[rank::num_ranks]) for rank in range(num_ranks))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("layout", [zigzag, contiguous], ids=["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", [zigzag, contiguous, Striped()], ids=type)
 def test_parts_bring_what_is_seen(layout, num_ranks):
     """All ranks of exchanges by themselves: rows that are numbers."""
     windows = (-1, 0), (-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2), (5, -1)

@@ -28,8 +28,7 @@ def ranks(tmp_path_factory):
 
 
 def rows_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> list[list[int]]:
-    chunks = layout.chunks(seqlen, num_ranks)
-    return [[row for chunk in of_rank for row in chunk] for of_rank in chunks]
+    return [[row for one in held for row in one] for held in layout.chunks(seqlen, num_ranks)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -62,12 +61,8 @@ def test_only_the_longest_documents_are_cut():
         (range(3), range(3, 5), range(21, 21), range(26, 26), range(5, 9), range(17, 21)),
         (range(0), range(5, 5), range(21, 24), range(24, 26), range(9, 13), range(13, 17)),
     )
-    assert documents([0, 8, 16]).chunks(16, 2)[0] == (
-        range(4),
-        range(4, 8),
-        range(8, 8),
-        range(16, 16),
-    )
+    expected = range(4), range(4, 8), range(8, 8), range(16, 16)
+    assert documents([0, 8, 16]).chunks(16, 2)[0] == expected
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.sampled_from([1, 2, 3, 8]))
@@ -93,9 +88,6 @@ def test_layouts_are_values():
 def test_wrong_ends_of_documents_are_refused(ends):
     with pytest.raises(ValueError, match="cu_seqlens must begin with 0"):
         documents(ends)
-
-
-def test_documents_have_one_length():
     with pytest.raises(ValueError, match="seqlen must be 41, where cu_seqlens ends, got 40"):
         documents(ENDS).chunks(40, 2)
 

@@ -95,7 +95,7 @@ class KeyPart:
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
         operands = BackwardOperands(*self.without_batch(tensors))
         wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
-        read = modifier_tensors(slopes, (), sinks) or ()
+        read = modifier_tensors(slopes, (), sinks)
         lengths = self.ends, self.ends, None, None
         grads: Any
         (target,) = self.without_batch([dq])

@@ -59,8 +59,10 @@ def whole_and_cut(
 ) -> tuple[list[list[KeyPart]], list["CutDocument"]]:
     """Return each rank's whole documents, a packed part, and cut ones.
     Each one that is cut is a sequence of its own."""
-    documents = [[held[i : i + 2] for held in chunks] for i in range(0, len(chunks[0]), 2)]
-    rows, is_packed = [num_rows_of(held) for held in documents], part.options.kind == PACKED
+    is_packed, most = part.options.kind == PACKED, max(map(len, chunks))
+    size = 2 if is_packed else max(1, most)  # chunks of a document or sequence, on each rank
+    documents = [[held[i : i + size] for held in chunks] for i in range(0, most, size)]
+    rows = [num_rows_of(held) for held in documents]
     num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) * is_packed
     # Rows before each document, on each rank.
     begins = [*accumulate(rows, lambda x, y: tuple(map(add, x, y)), initial=(0,) * len(chunks))]
