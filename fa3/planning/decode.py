@@ -518,7 +518,7 @@ def choose_cut(
         return NoSplit()
     width = crew_width(sizes.heads_kv, num_tiles, num_ctas)
     idle = -num_tiles % num_ctas
-    # Then equally long tiles stay whole. Tiles of one sequence always are.
+    # Then `CtaGroups` keeps equally long tiles whole, such as all tiles of a single sequence.
     are_busy = ONE_IDLE_IN * idle <= num_tiles + idle
     has_few_parts = rows_of_parts(sizes, num_ctas, width, blocks) <= MOST_MERGED
     has_few_parts = has_few_parts and (are_busy or sizes.rows <= MOST_MERGED_ROWS)

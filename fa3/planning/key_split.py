@@ -53,8 +53,8 @@ heads. An odd number of groups costs 1, and so do groups with e times as many ti
 
 
 MOST_LINES = 4
-"""Lines in a fixed order, at most. With 1 to 4 it kept 0.91 to 1.01 of the plain speed, where equal
-parts kept 0.74 to 0.96; with 8 lines of 2k keys it kept less than those (docs/experiments.md)."""
+"""Lines in a fixed order, at most. With 1 to 4 it kept 0.76 to 1.01 of the plain speed, where equal
+parts kept 0.57 to 0.95; with 8 lines of 2k keys it kept less than those (docs/experiments.md)."""
 
 MOST_UNITS = 1 << 20  # of a line, and of a part; `KeyLine` multiplies the latter in 32 bits
 

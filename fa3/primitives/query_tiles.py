@@ -116,7 +116,7 @@ class QueryWalk(NamedTuple):
     first: Int32 | None = None
     step: Int32 | None = None
 
-    is_down = False  # not always
+    is_down = False  # it may be down, but not in all launches
 
     @property
     def may_be_down(self) -> bool:
