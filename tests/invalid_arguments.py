@@ -367,7 +367,7 @@ OPTIONS = [
     (ATTEND, DESCALES, ONE, "must be None unless ... is torch.float8_e4m3fn, got"),
     *each(ATTEND, DESCALES, TYPE, f"{NO_TENSOR} {{}}", (np.ones(2), "ndarray"), (0, "int"),
           (False, "bool"), ("x", "str")),
-    *each(WINDOWS, "window_size", TYPE, "must be two integers (left, right)...got {}",
+    *each(WINDOWS, "window_size", TYPE, "must be two integers (left, right), each -1...got {}",
           ((True, False), "True"), ((1, 0.0), "0.0"), ("ab", "'a'"), ((ONE, 0), "Tensor"),
           (ONE, "Tensor"), ({3, 0}, "set"), (None, "None"), (3, "3"), (([1], 0), "list")),
     *each(WINDOWS, "window_size", VALUE, "must be two integers (left, right)...got {}",
