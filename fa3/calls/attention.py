@@ -560,7 +560,7 @@ def run_call(
             check_scores(values, scale)
     if not (slopes is sinks is None):
         read = modifier_tensors(slopes, read, sinks)
-    values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read or None
+    values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read
     if not has_gradient:
         out, lse = call.attend(values, longest, returns_lse)
         return (out, lse) if returns_lse else out

@@ -154,8 +154,10 @@ class PreparedPlan(NamedTuple):
 
 
 def for_launches(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the address of the log-sum-exp, 0 for none, and a seed."""
+    """Add the address of the log-sum-exp, 0 for none, and a seed.
+    Of no tensors of scores, mask and sinks, make None."""
     lse, dropout = values["lse"], values["dropout"]
+    values["modifiers"] = values["modifiers"] or None
     values["lse"] = 0 if lse is None else lse.data_ptr()
     if dropout is not None:
         values["dropout"] = dropout.arguments
