@@ -47,9 +47,10 @@ def quantize_rows(
 def in_key_order(rows: torch.Tensor) -> torch.Tensor:
     """V^T (batch, heads, columns, groups, 16) of V (batch, seqlen, heads, columns).
     Past the last key is that key again."""
-    end = -(-rows.shape[1] // KEYS_OF_GROUP) * KEYS_OF_GROUP
-    keys = torch.arange(end).unflatten(0, (-1, KEYS_OF_GROUP))[:, KEY_ORDER]
-    return rows[:, keys.clamp(max=rows.shape[1] - 1)].permute(0, 3, 4, 1, 2)
+    missing = -rows.shape[1] % KEYS_OF_GROUP
+    rows = torch.cat((rows, rows[:, -1:].expand(-1, missing, -1, -1)), 1)
+    halves = rows.unflatten(1, (rows.shape[1] // KEYS_OF_GROUP, 2, 4, 2))
+    return halves.permute(0, 5, 6, 1, 3, 2, 4).flatten(4).contiguous()
 
 
 def in_rows(transposed: torch.Tensor, seqlen: int) -> torch.Tensor:
