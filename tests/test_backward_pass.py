@@ -236,6 +236,8 @@ def ballot(values) -> int:
 LANE = np.arange(32)
 """Numbers that differ from lane to lane are arrays."""
 
+FIND = KeyLine.find.__wrapped__.__code__  # as written: to compile it once changes it
+
 
 @pytest.fixture
 def warp(monkeypatch):
@@ -247,7 +249,7 @@ def warp(monkeypatch):
     monkeypatch.setattr(key_line, "cutlass", SimpleNamespace(range_constexpr=range))
     monkeypatch.setattr(key_line, "Int32", int)
     monkeypatch.setattr(key_line, "either", np.where)
-    return FunctionType(KeyLine.find.__wrapped__.__code__, vars(key_line))
+    return FunctionType(FIND, vars(key_line))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -260,9 +262,7 @@ def test_parts_of_lines_wait_only_for_parts_that_come_before(sizes, blocks, data
     """And all of them together visit each unit of each key tile once."""
     (num_tiles, heads, length), (first, slope) = sizes, blocks
     units = [max(1, first - slope * n) * heads for n in range(num_tiles)]
-    units_of = np.array(
-        units + TILES_OF_LINE * [1 << 20]
-    ).__getitem__  # also past the last key tile
+    units_of = np.array(units + TILES_OF_LINE * [1 << 20]).__getitem__  # also past the last one
     line = KeyLine.of(PlainDivisor(length), num_tiles)
     counts = [int(line.parts(n, count)) for n, count in enumerate(units)]
     line, visitors = line._replace(most_parts=max(counts)), defaultdict(list)

@@ -141,7 +141,7 @@ def test_calls_choose():
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tiles_are_cut_and_keys_bounded_as_on_a_cache(window):
-    plan = DecodePlan.of_dense(make_problem(2, 7, 900, 2, 4, 64, window), H200)
+    plan = DecodePlan.of_dense(make_problem(2, 3, 900, 2, 4, 64, window), H200)
     assert isinstance(plan.cut, CtaGroups) and plan.cache.is_full
     assert plan.window.left == window.left and plan.window.right >= 0
     (attends,) = plan.launches()
