@@ -458,7 +458,7 @@ PROBLEMS = {
     "unequal": VarlenProblem(
         (400,), (8000,), group=2, causal=True, head_dim=192, head_dim_v=128, spare=9
     ),
-    "large": VarlenProblem((257,), (5001,), group=2, causal=True, head_dim=256),
+    "large": VarlenProblem((257,), (5001,), heads_kv=7, group=2, causal=True, head_dim=256),
     "alibi": replace(MIXED, recipe=Recipe(alibi_rank=2)),
     "softcap": replace(MIXED, recipe=Recipe(softcap=20.0, sinks="float32")),
 }  # fmt: skip

@@ -81,7 +81,7 @@ for counts in ((1, 1, 1), (1, 300, 7)):
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_server_compiles_nothing_after_warming_up(kind, tmp_path, monkeypatch):
-    """Not even if it warms up for this kind of calls alone, which has 6 to 10 kernels."""
+    """Not even if it warms up for this kind of calls alone, which has 8 to 19 kernels."""
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
     report = fa3.warmup(HEADS, HEAD_DIM, calls=(kind,), processes=PROCESSES)
     program = f"{BEGIN}{CALLS[kind]}print(len(compiler.LOADED))"
@@ -90,4 +90,4 @@ def test_a_server_compiles_nothing_after_warming_up(kind, tmp_path, monkeypatch)
         cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert 2 <= int(done.stdout) <= int(report.split()[0]) <= 10
+    assert 2 <= int(done.stdout) <= int(report.split()[0]) <= 19
