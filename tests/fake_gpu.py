@@ -18,17 +18,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa3.kernels.append import Append, AppendArguments
-from fa3.kernels.backward_launch import PassArguments
-from fa3.kernels.backward_pass import BackwardPass
-from fa3.kernels.combine import Combine, CombineArguments
-from fa3.kernels.decode import Decode
-from fa3.kernels.decode_launch import DecodeArguments
-from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.segment_table import SegmentTable, SegmentTableArguments
-from fa3.kernels.shared_tile_table import MultiSequenceTable, MultiSequenceTableArguments
-from fa3.kernels.tile_table import TileTable, TileTableArguments
 from fa3.running import compiler, memory
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -36,18 +25,6 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30
 )
-
-ARGUMENTS = {
-    Append: AppendArguments,
-    BackwardPass: PassArguments,
-    Combine: CombineArguments,
-    Decode: DecodeArguments,
-    Forward: ForwardArguments,
-    MultiSequenceTable: MultiSequenceTableArguments,
-    SegmentTable: SegmentTableArguments,
-    TileTable: TileTableArguments,
-}
-"""What a launch of each kernel takes, by name."""
 
 LOWEST_ADDRESS = 1 << 33
 """Integers from here on are addresses."""
@@ -181,7 +158,8 @@ class Notes(TorchDispatchMode):
         self.know(results)
         launches = []
         for kernel, given in self.launches:
-            arguments = ARGUMENTS[type(kernel)](*given)._asdict()
+            names = getattr(kernel, "main", kernel).arguments_type
+            arguments = names(*given)._asdict()
             named = {
                 name: self.described(value)
                 for name, value in sorted(arguments.items())
@@ -199,6 +177,16 @@ def shape_of(tensor: torch.Tensor) -> str:
     return f"{dtype}{list(tensor.shape)}{strides}".replace(", ", ",")
 
 
+def takes(compiled: object, given: object) -> bool:
+    """Whether a kernel takes an argument: None, a number, or tensors of its shape."""
+    if isinstance(compiled, tuple) and isinstance(given, tuple):
+        return len(compiled) == len(given) and all(map(takes, compiled, given))
+    if not isinstance(given, torch.Tensor):
+        return type(compiled) is type(given) or isinstance(given, int | float)
+    sizes = zip(getattr(compiled, "shape", [0]), given.shape, strict=True)
+    return all(one == other for one, other in sizes if isinstance(one, int))
+
+
 class Kernels(dict):
     """Stands for `compiler.LOADED`: loads whatever kernel is asked for."""
 
@@ -207,7 +195,13 @@ class Kernels(dict):
         self.notes = notes
 
     def __missing__(self, kernel: object) -> Callable:
-        return lambda *given: self.notes.launches.append((kernel, given))
+        *compiled, _ = kernel.arguments()
+
+        def launch(*given: object) -> None:
+            assert takes(tuple(compiled), given), (kernel, given)
+            self.notes.launches.append((kernel, given))
+
+        return launch
 
 
 class Here(contextlib.nullcontext):

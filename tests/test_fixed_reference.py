@@ -45,10 +45,14 @@ def test_large_calls_get_it(schedule):
     assert plan_forward(LARGE, schedule=schedule).config.fixed_reference
 
 
-def test_small_calls_do_not():
-    small = make_problem(1, 1024, 1024, 1, 8, 128, CAUSAL)
+def test_plans_say_so_and_small_calls_do_not(monkeypatch):
+    small, plan = make_problem(1, 1024, 1024, 1, 8, 128, CAUSAL), plan_forward(LARGE)
     assert small.flops < FIXED_FLOPS < LARGE.flops
     assert not plan_forward(small).config.fixed_reference
+    assert plan.name.endswith("fixed row max")
+    assert plan.predict().launch_us > H200.costs.launch_us
+    monkeypatch.setattr(tilings, "REFERENCE", "following")
+    assert not plan_forward(LARGE).config.fixed_reference
 
 
 def test_float16_does_not():
@@ -83,11 +87,6 @@ def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
         assert Forward(LARGE.spec, config, TileList).format.reference(bound) is expected
 
 
-def test_a_variable_turns_it_off(monkeypatch):
-    monkeypatch.setattr(tilings, "REFERENCE", "following")
-    assert not plan_forward(LARGE).config.fixed_reference
-
-
 def test_the_second_launch_needs_no_cluster():
     config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
     assert config.recompute == ForwardConfig(128, 128, q_stages=2)
@@ -95,12 +94,6 @@ def test_the_second_launch_needs_no_cluster():
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():
     assert max(REGISTERS) * ROWS // ROWS_OF_WARP <= MOST_WARPS
-
-
-def test_the_plan_says_so():
-    plan = plan_forward(LARGE)
-    assert plan.name.endswith("fixed row max")
-    assert plan.predict().launch_us > H200.costs.launch_us
 
 
 WAYS = (

@@ -2,9 +2,14 @@
 
 import golden
 import pytest
+import torch
 from drawn_calls import KINDS, entry_of
 from fake_gpu import noting_launches
 from machine_code import KernelReport, figures
+
+from fa3.calls.options import DENSE, PACKED, Options
+from fa3.distributed.alone import KeyPart
+from fa3.problem import Window
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -12,6 +17,16 @@ def test_launches(kind, request):
     with noting_launches() as notes:
         entry = entry_of(kind, notes)
     golden.check(golden.LAUNCHES, request.node, entry)
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [(DENSE, None), (PACKED, (20, 4))])
+def test_kernels_take_what_parts_of_ranks_give(kind, lengths):
+    part = KeyPart(Options(Window(-1, 0), has_gradient=True, kind=kind), None, False)
+    part.lengths, (q, *rest) = lengths, torch.ones(4, 1, 24, 2, 64, dtype=torch.bfloat16)
+    with noting_launches() as notes:
+        out, lse = part.forward((q, *rest[:2], None), (None, None))
+        part.backward((q, *rest[:2], out, lse, q, None), (None, None))
+    assert len(notes.launches) >= 2
 
 
 def test_machine_code_is_compared():

@@ -9,7 +9,6 @@ import torch
 from score_problems import NOTHING, Gate, Modifiers, Span, modifiers_of
 
 import fa3
-from fa3.calls.execution import for_launches
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -30,7 +29,6 @@ def modifiers(is_causal=False, **arguments) -> Modifiers:
 
 def test_nothing_is_unmodified():
     assert modifiers() == ((), None, None, ())
-    assert for_launches({"lse": None, "dropout": None, "modifiers": ()})["modifiers"] is None
 
 
 def test_scores_come_in_a_fixed_order_with_their_tensors():
