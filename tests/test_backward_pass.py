@@ -23,7 +23,7 @@ from fa3.planning.backward import (
     words_of_counters,
 )
 from fa3.planning.costs import H200
-from fa3.planning.key_split import KeyShares
+from fa3.planning.key_split import MOST_PARTS_OF_SM, KeyShares
 from fa3.primitives import key_line
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.gradient_parts import (
@@ -316,10 +316,12 @@ def test_ends_of_parts_of_the_longest_sequences_fit_into_32_bits():
     with np.errstate(over="raise"):
         walked = blocks_of_head(work, none, Blocks(none, none, *[count_32] * 2), none, count_32)
     assert (walked.begin, walked.end) == (count * 5 // HEAD, count)
-    # On few SMs parts are longer than a line.
-    problem, gpu = make_problem(1, 1 << 26, 4096, head_dim=128), replace(H200, num_sms=16)
-    length = BackwardPlan.of(problem, gpu, is_ordered=True).shares.line_length or 0
-    assert length * FRACTION <= LARGEST
+    # On few SMs parts are longer than a line, or more than there is room for.
+    for lengths, group, sms in (((1 << 26, 4096), 1, 16), ((2048, 8192), 64, 8)):
+        problem = make_problem(1, *lengths, 1, group, 128)
+        plan = BackwardPlan.of(problem, replace(H200, num_sms=sms), is_ordered=True)
+        assert (plan.shares.line_length or 0) * FRACTION <= LARGEST
+        assert plan.num_parts <= MOST_PARTS_OF_SM * sms
 
 
 @given(parts=st.integers(1, 20), order=st.randoms(use_true_random=False))

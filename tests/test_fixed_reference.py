@@ -51,6 +51,8 @@ def test_plans_say_so_and_small_calls_do_not(monkeypatch):
     assert not plan_forward(small).config.fixed_reference
     assert plan.name.endswith("fixed row max")
     assert plan.predict().launch_us > H200.costs.launch_us
+    config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
+    assert config.recompute == ForwardConfig(128, 128, q_stages=2)  # needs no cluster
     monkeypatch.setattr(tilings, "REFERENCE", "following")
     assert not plan_forward(LARGE).config.fixed_reference
 
@@ -85,11 +87,6 @@ def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
         (fixed, math.inf, RowMax.FIXED),
     ):
         assert Forward(LARGE.spec, config, TileList).format.reference(bound) is expected
-
-
-def test_the_second_launch_needs_no_cluster():
-    config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
-    assert config.recompute == ForwardConfig(128, 128, q_stages=2)
 
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():

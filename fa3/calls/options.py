@@ -256,7 +256,7 @@ def by_either_name(
     return other
 
 
-BOUNDS = "two integers (left, right), each -1 or more, where -1 is no bound"
+WINDOW_BOUNDS = "two integers (left, right), each -1 or more, where -1 is no bound"
 
 
 def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
@@ -266,14 +266,14 @@ def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
         if type(left) is type(right) is int:
             return window_size
     if not isinstance(window_size, Sequence):
-        raise TypeError(f"window_size must be {BOUNDS}, got {shown(window_size)}")
-    return tuple(integer("window_size", bound, kind=BOUNDS) for bound in window_size)
+        raise TypeError(f"window_size must be {WINDOW_BOUNDS}, got {shown(window_size)}")
+    return tuple(integer("window_size", bound, kind=WINDOW_BOUNDS) for bound in window_size)
 
 
 def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
     """The window; with causal, no key ahead is seen."""
     if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
-        raise ValueError(f"window_size must be {BOUNDS}, got {window_size}")
+        raise ValueError(f"window_size must be {WINDOW_BOUNDS}, got {window_size}")
     left, right = window_size
     return Window(left, 0 if causal else right)
 

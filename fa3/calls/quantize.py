@@ -97,7 +97,7 @@ def quantize(
         "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k
     }  # fmt: skip
     if is_packed and transpose_v:
-        raise NotImplementedError("transpose_v must be False with packed sequences")
+        raise NotImplementedError("transpose_v must be False with packed sequences, got True")
     options = Options(kind=PACKED if is_packed else DENSE)
     prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
     kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)

@@ -189,8 +189,9 @@ def share_lines(
         cuts = [cuts_of_line(length, len(units), n, count) for n, count in enumerate(units)]
         counts = list(map(len, cuts))
         shares = KeyShares(sets, max(counts), RISE * max(counts), length, sum(counts))
-        costs[shares] = time_of_lines(cuts, units, lines, at_once, num_sms)
-    best = min(costs, key=costs.__getitem__)
+        if sum(counts) * lines <= MOST_PARTS_OF_SM * num_sms:
+            costs[shares] = time_of_lines(cuts, units, lines, at_once, num_sms)
+    best = min(costs, key=costs.__getitem__, default=KeyShares())
     return best if best.block_parts > 1 else None
 
 
