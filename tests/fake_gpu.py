@@ -158,8 +158,7 @@ class Notes(TorchDispatchMode):
         self.know(results)
         launches = []
         for kernel, given in self.launches:
-            names = getattr(kernel, "main", kernel).arguments_type
-            arguments = names(*given)._asdict()
+            arguments = kernel.arguments_type(*given)._asdict()
             named = {
                 name: self.described(value)
                 for name, value in sorted(arguments.items())

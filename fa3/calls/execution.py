@@ -364,13 +364,13 @@ def prepare_on_cache(
         return PreparedPlan(plan, made.prepared and made.prepared(routes.DECODE, most_queries))
     made = packed_call(signature, on_gpu)
     # Now, since no length may cause a compilation.
-    kernels, ends = [(name, most_queries)], None
+    routes_to_load, ends = [(name, most_queries)], None
     if call.is_packed:
         both = [routes.BOTH, *[routes.BOTH_SPLIT] * signature.can_split]
-        kernels = [(name, signature.short_limit) for name in both]
-        kernels.append((routes.DECODE, signature.most_queries_of_few))
-    for some in kernels if made.prepared else ():
-        made.prepared(*some)
+        routes_to_load = [(name, signature.short_limit) for name in both]
+        routes_to_load.append((routes.DECODE, signature.most_queries_of_few))
+    for route in routes_to_load if made.prepared else ():
+        made.prepared(*route)
     if call.is_packed:
         return made
     if on_gpu and not is_capturing(device):

@@ -46,7 +46,7 @@ def modifier_tensors(
     function_tensors: tuple[torch.Tensor, ...],
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """What kernels take for scores, mask and sinks."""
+    """The tensors of scores, mask and sinks, in the order of kernels."""
     return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
 
 

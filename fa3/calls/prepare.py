@@ -262,9 +262,8 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     kernels = PreparedPlan.of(plan, device)
     # A plan may have been made for a GPU with more SMs, or fewer.
     gpu = replace(gpu, num_sms=min(plan.gpu.num_sms, gpu.num_sms))
-    return {
-        "kernels": kernels, "problem": problem, "prepare_backward": preparation_of(problem, gpu)
-    }  # fmt: skip
+    backward = preparation_of(problem, gpu)
+    return {"kernels": kernels, "problem": problem, "prepare_backward": backward}
 
 
 def problem_posed_by(
@@ -341,9 +340,8 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
     kernels = packed_call(signature, device.type == "cuda")
-    return {
-        "kernels": kernels, "problem": problem, "prepare_backward": preparation_of(problem, gpu)
-    }  # fmt: skip
+    backward = preparation_of(problem, gpu)
+    return {"kernels": kernels, "problem": problem, "prepare_backward": backward}
 
 
 # ---------------------------------------------------------------------------- calls on a cache

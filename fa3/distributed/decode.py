@@ -33,7 +33,7 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to a cache whose keys lie on any of the ranks.
+    """Attend to a cache whose keys are split over the ranks.
 
     Ranks attend to their keys, exchange outputs and log-sum-exps, and merge them. Nothing is
     compared between ranks, and the host waits for nothing.

@@ -15,19 +15,21 @@ from cutlass import Int32
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import PassArguments
 from fa3.kernels.backward_preprocess import BackwardPreprocess
+from fa3.kernels.kernel_base import KernelBase
 from fa3.kernels.tile_table import TileTable, TileTableArguments
 from fa3.primitives import arguments
 from fa3.problem import AttentionSpec
 
 
 @dataclass(frozen=True)
-class BackwardPass:
+class BackwardPass(KernelBase):
     """The entry, compiled for kernels of one spec and config."""
 
     main: Backward
     table: TileTable | None = None  # makes the table of packed sequences; None without
 
     entry_name: ClassVar[str] = "fa3_backward_pass"
+    arguments_type: ClassVar[type] = PassArguments
 
     @property
     def preprocess(self) -> BackwardPreprocess:

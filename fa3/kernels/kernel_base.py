@@ -22,7 +22,8 @@ class KernelBase:
         return True
 
     def arguments(self) -> list:
-        """Symbolic arguments of a launch, and the stream."""
+        """Symbolic arguments of a launch, and the stream.
+        Equal sizes share a symbol."""
         return [*self.arguments_type.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
