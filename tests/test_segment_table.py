@@ -557,7 +557,7 @@ def test_wrong_lengths_touch_nothing_outside(splitting, device):
 
 
 def test_wrong_lengths_of_a_cache_touch_nothing_outside(splitting, device):
-    problem = VarlenProblem((100,) * 3, (5000,) * 3, group=4, causal=True)
+    problem = VarlenProblem((100,) * 3, (5000,) * 3, heads_kv=3, group=4, causal=True)
     call = on_cache(problem, make_call(problem, 0, device), 16)
     wrong = (2**31 - 1, -5, 5000), (0, 0, 0), (-(2**31), 1 << 20, 9)
     for ends, keys in itertools.product(WRONG_ENDS, wrong):
