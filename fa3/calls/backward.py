@@ -29,7 +29,7 @@ from fa3.planning.backward import (
 )
 from fa3.planning.costs import Gpu
 from fa3.primitives.query_tiles import STATISTICS
-from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
+from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import (
     BackwardOperands,
     Gradients,
@@ -103,9 +103,7 @@ class PreparedBackward(NamedTuple):
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def preparation_of(
-    problem: Problem | tuple[AttentionSpec, Window], gpu: Gpu
-) -> Callable[..., PreparedBackward]:
+def preparation_of(problem: Problem, gpu: Gpu) -> Callable[..., PreparedBackward]:
     """`prepare_backward` of a problem and a GPU, remembered.
     A call has this function at hand: to look up a problem anew takes 0.6 us."""
     prepare = functools.partial(prepare_backward, problem, gpu)
@@ -113,7 +111,7 @@ def preparation_of(
 
 
 def prepare_backward(
-    problem: Problem | tuple[AttentionSpec, Window],
+    problem: Problem,
     gpu: Gpu,
     is_ordered: bool,
     writes_fp32: bool,
@@ -125,7 +123,7 @@ def prepare_backward(
         plan = BackwardPlan.of(problem, gpu, is_ordered, writes_fp32)
         kernels, (launch,), layout = plan.kernels, plan.launches(), plan.layout
     else:
-        spec, window = problem
+        spec, window = problem.spec, problem.window
         shares = shares_of_packed(spec, window, rows, is_ordered, gpu.num_sms)
         splits = writes_fp32 or shares.parts > 1
         kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
@@ -141,8 +139,7 @@ kernels_for_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
 class BackwardCall(NamedTuple):
     """The backward pass of a call, without its tensors."""
 
-    # Of a dense call; of packed sequences the spec and the window.
-    problem: Problem | tuple[AttentionSpec, Window]
+    problem: Problem
     # max_seqlen_q and max_seqlen_k of packed sequences; None for a dense call.
     longest: tuple[int, int] | None
     softmax_scale: float
@@ -187,14 +184,13 @@ class BackwardCall(NamedTuple):
             return self.prepare(*kind).launch(
                 operands, packed, self.softmax_scale, tensors, dropout, wanted.sinks, dq
             )
-        spec, window = self.problem if packed else (self.problem.spec, self.problem.window)
         operands = operands._replace(
             d_out=torch.zeros_like(out) if d_out is None else d_out,
             d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
         )
         sequences = packed.sequences() if packed else None
         return execute_backward(
-            spec, window, operands, self.softmax_scale, tensors, wanted, dropout, sequences
+            self.problem, operands, self.softmax_scale, tensors, wanted, dropout, sequences
         )
 
 

@@ -329,11 +329,6 @@ class AttentionCall(
             self.has_transposed_v,
         )
 
-    def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
-        """What is compiled for packed sequences, and bounds for any lengths."""
-        window = options.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-        return self.spec(options, window, window.right == 0), window
-
     @property
     def names_by_rows(self) -> tuple[tuple[str, ...], ...]:
         """Tensors whose number of rows may change between calls, by this number.
@@ -385,12 +380,15 @@ class AttentionCall(
         return check_of_addresses(names, operands, written, growing)
 
     def problem(self, options: Options) -> Problem:
-        """The problem of a dense call."""
-        (batch, seqlen_q, heads_q, _), seqlen_k = self.q.shape, self.k.shape[1]
-        window = options.window.tighten(seqlen_q, seqlen_k)
+        """The problem of a call without a cache.
+        Packed sequences may have any lengths: of these it has a window for all, and sizes 0."""
+        sizes, longest = (0, 0, 0), (MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+        if not self.is_packed:
+            sizes = _, *longest = self.batch, self.seqlen_q, self.k.shape[1]
+        window = options.window.tighten(*longest)
         spec = self.spec(options, window, options.window.right == 0)
-        group = heads_q // max(1, self.heads_kv)
-        return Problem(spec, batch, seqlen_q, seqlen_k, self.heads_kv, group, window)
+        group = self.heads_q // max(1, self.heads_kv)
+        return Problem(spec, *sizes, self.heads_kv, group, window)
 
 
 # ------------------------------------------------------------------------------------ tensors

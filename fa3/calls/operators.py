@@ -78,7 +78,7 @@ from fa3.calls.options import (
 )
 from fa3.calls.values import check_lengths, is_visible
 from fa3.complaints import not_an_object
-from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
+from fa3.problem import REMEMBERED, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.walker import PackedLengths
 from fa3.scores.masks import Mask
@@ -459,12 +459,10 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def checked_problem(
-    call: AttentionCall, options: Options
-) -> Problem | tuple[AttentionSpec, Window]:
-    """Validate a call; return its problem; if packed, spec and window."""
+def checked_problem(call: AttentionCall, options: Options) -> Problem:
+    """Validate a call, and return its problem."""
     check_tensors(call)
-    return call.problem(options) if options.kind == DENSE else call.packed_spec(options)
+    return call.problem(options)
 
 
 BACKWARD.implemented_by(run_backward)

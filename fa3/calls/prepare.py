@@ -48,7 +48,7 @@ from fa3.planning import routes
 from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, PackedSizes, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
-from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, AttentionSpec, Problem, Window
+from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, Problem, Window
 from fa3.reference.append import HostAppend
 from fa3.running.compiler import load_kernel
 from fa3.running.memory import Table, is_capturing
@@ -111,8 +111,7 @@ class PreparedAttention:
     overlaps: CheckOfAddresses | None
     scale: float  # the softmax scale if the call names none
     most_queries: int = MOST_RAGGED_ROWS  # rows of packed queries that 32 bits count
-    # Of calls that may have a gradient: the problem, of packed sequences the spec and the window.
-    problem: Problem | tuple[AttentionSpec, Window] | None = None
+    problem: Problem | None = None  # of calls that may have a gradient
     prepare_backward: Callable | None = None  # of these calls, see `preparation_of`
     scales: Scales | None = None  # of calls with FP8 tensors
     # Whether FP8 queries become 16-bit ones before they attend to an FP8 cache, which is exact. The
@@ -331,11 +330,10 @@ def check_same_problem(plan: Plan, problem: Problem) -> None:
 
 def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
     """Load kernels for packed sequences; the fields of the `PreparedAttention`."""
-    problem = spec, window = call.packed_spec(options)
-    device = call.q.device
+    problem, device = call.problem(options), call.q.device
     gpu = gpu_for_call(device, options.sm_margin)
-    signature = Signature(
-        routes.PACKED, spec, window, call.heads_q, call.heads_kv, gpu, options.sm_margin,
+    signature = Signature.of(
+        routes.PACKED, problem, gpu, sm_margin=options.sm_margin,
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip

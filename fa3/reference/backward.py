@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.primitives.softmax import LOG2_E
-from fa3.problem import AttentionSpec, Window
+from fa3.problem import Problem
 from fa3.reference.dropout import Dropout
 from fa3.reference.walker import CPU, BlockRows, SequenceRows, Walker, batched
 
@@ -64,8 +64,7 @@ ALL_WANTED = Wanted()
 # As in the forward pass: 16 bits around a call leave its sums in 32.
 @torch.autocast("cpu", enabled=False)
 def execute_backward(
-    spec: AttentionSpec,
-    window: Window,
+    problem: Problem,
     operands: BackwardOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
@@ -76,7 +75,7 @@ def execute_backward(
     """Compute the gradients of attention of CPU tensors.
 
     Args:
-        spec: its scores must have a `derivative`.
+        problem: of the call; its scores must have a `derivative`.
         softmax_scale, tensors, dropout: as the forward pass took them.
         wanted: of the sinks nothing is computed if there are none.
         sequences: the sequences, if they are packed.
@@ -87,7 +86,7 @@ def execute_backward(
     """
     q, k, v, out, lse, d_out, d_lse = batched(operands)
     values = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "softmax_scale": softmax_scale}
-    walk = Walker(spec, window, values | {"modifiers": tensors, "dropout": dropout})
+    walk = Walker(problem.spec, problem.window, values | {"modifiers": tensors, "dropout": dropout})
     is_empty = lse == -torch.inf
     # exp2(score - inf) is the 0 that all P of an empty row are.
     lse = lse.masked_fill(is_empty, torch.inf)
