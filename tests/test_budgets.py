@@ -13,7 +13,7 @@ import fa3
 PACKAGE = Path(fa3.__file__).parent
 PAGE = PACKAGE.parent / "docs/architecture.md"
 
-LONGEST_FILE, LONGEST_FUNCTION, MOST_ARGUMENTS = 700, 100, 10
+LONGEST_FILE, LONGEST_FUNCTION, MOST_ARGUMENTS, MOST_OF_GUIDE = 700, 100, 10, 3000
 
 LONG_FUNCTIONS = {
     ("calls/attention.py", "flash_attn_func"),
@@ -110,3 +110,26 @@ def test_what_passes_a_tensor_on_exists(trail, slot):
         owner = places[first]
         for attribute in attributes:
             owner = getattr(owner, attribute)
+
+
+def test_the_reading_guide_is_short():
+    """Of all that it names up to decoding."""
+    guide = (PAGE.parent / "reading.md").read_text()
+    path = guide[guide.index("## Before the launch") : guide.index("## Where decoding differs")]
+    named = re.findall(r"`([A-Za-z_]+)(?:\.[a-z_]+)?`", path)
+    lines: dict[tuple[Path, str], set[int]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text()
+        tree = ast.parse(text)
+        texts = [one for one in ast.walk(tree) if isinstance(one, ast.Expr) and is_text(one.value)]
+        skipped = {i for one in texts for i in range(one.lineno, one.end_lineno + 1)}
+        code = [bool(line.strip()) and line.strip()[0] != "#" for line in text.splitlines()]
+        for one in tree.body:
+            if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name in named:
+                places = range(one.lineno, one.end_lineno + 1)
+                lines[file, one.name] = {i for i in places if code[i - 1]} - skipped
+    assert len(lines) > 30 and sum(map(len, lines.values())) <= MOST_OF_GUIDE
+
+
+def is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
