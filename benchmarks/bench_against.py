@@ -183,7 +183,7 @@ def measure_grid(before: ModuleType, options: argparse.Namespace) -> list[dict]:
 
 
 def failing_data(q: torch.Tensor, k: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Queries and keys whose scores leave what a fixed reference serves, everywhere."""
+    """Queries and keys whose scores leave what a fixed row max serves, everywhere."""
     head_dim = q.shape[-1]
     channels, sink_keys, first_keys = k.clone(), k.clone(), k * 0.1
     channels[..., :4] *= 20
@@ -199,7 +199,7 @@ def failing_data(q: torch.Tensor, k: torch.Tensor) -> dict[str, tuple[torch.Tens
 
 
 def measure_failing(before: ModuleType, options: argparse.Namespace) -> list[dict]:
-    """Data for which every fixed reference fails, over the same call on ordinary data."""
+    """Data for which every fixed row max fails, over the same call on ordinary data."""
     rows = []
     for seqlen in (4096, 8448, 8576):
         q, k, v = draw(max(1, TOKENS // seqlen), seqlen, HIDDEN // 128, 128)

@@ -106,7 +106,7 @@ def make_rows(timed: Timed) -> list[PlanRow]:
                 cluster_m=plan.config.cluster_m,
                 own_o=plan.config.own_o,
                 cluster_h=plan.config.cluster_h,
-                fixed_reference=plan.config.fixed_reference,
+                fixed_reference=plan.config.fixed_row_max,
                 predicted_us=regret.in_regime(plan.predict(), timed.regime.name),
             )
         )

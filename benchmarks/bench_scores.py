@@ -16,7 +16,7 @@ from rich.console import Console
 
 import fa3
 from benchmarks import harness, peers, results, runs
-from benchmarks.harness import Errors, RowMax
+from benchmarks.harness import Errors, Reference
 from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.ratios import paired_speedup
 from benchmarks.results import Measurement
@@ -145,7 +145,7 @@ class Modified:
         return {"": functools.partial(fa3.flash_attn_func, *tensors, **arguments)}
 
 
-class ModifiedReference(RowMax):
+class ModifiedReference(Reference):
     """What a modified call should give, on some heads."""
 
     def __init__(self, cell: Cell, tensors: Tensors, arguments: dict) -> None:

@@ -16,7 +16,7 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 
 SEQLEN, BATCH, PAGE_SIZE = 1024, 4, 64
 """Tokens of a sequence, sequences, and tokens of a page: small, since it is not the GPU that is
-measured, and yet prompts are long enough for a fixed reference, which takes a second kernel."""
+measured, and yet prompts are long enough for a fixed row max, which takes a second kernel."""
 
 FIRST, DONE, SECOND = "first call", "until the GPU is done", "second call"
 """Steps of which the first is from the call to its return, when all kernels are launched."""

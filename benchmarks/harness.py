@@ -110,7 +110,7 @@ def checked_heads(cell: Cell) -> list[tuple[int, int]]:
     return [divmod(pick, cell.heads_q) for pick in sorted(picks)]
 
 
-class RowMax:
+class Reference:
     """What a cell's output should be, on some heads."""
 
     def __init__(self, cell: Cell, tensors: Tensors) -> None:
@@ -152,11 +152,11 @@ class PartsReference:
         parts: places in the first dimension of what a call returns, each with its reference.
     """
 
-    def __init__(self, parts: list[tuple[slice, RowMax]]) -> None:
+    def __init__(self, parts: list[tuple[slice, Reference]]) -> None:
         self.parts = parts
 
     def check(self, result: torch.Tensor | tuple[torch.Tensor, ...]) -> Errors:
-        """Compare what a call returned, as `RowMax.check` does; give the worst part's errors."""
+        """Compare what a call returned, as `Reference.check` does; give the worst part's errors."""
         for tensor in result if isinstance(result, tuple) else (result,):
             if not tensor.isfinite().all():
                 raise WrongOutput("not finite everywhere")
@@ -183,7 +183,7 @@ def poison_freed_memory(cell: Cell) -> None:
 
 
 def check_provider(
-    provider: Provider, cell: Cell, tensors: Tensors, reference: RowMax | PartsReference
+    provider: Provider, cell: Cell, tensors: Tensors, reference: Reference | PartsReference
 ) -> Errors:
     """Compile and check everything that a provider may run on a cell; give its worst errors."""
     errors = []

@@ -378,5 +378,5 @@ class PackedReference(PartsReference):
         parts = []
         for i in checked_sequences(cell):
             rows, one, sequence_tensors = sequence_of(cell, i, tensors)
-            parts.append((rows, harness.RowMax(one, sequence_tensors)))
+            parts.append((rows, harness.Reference(one, sequence_tensors)))
         super().__init__(parts)

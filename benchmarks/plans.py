@@ -14,7 +14,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, Gpu, has_mask
 from fa3.planning.explanation import describe_config
 from fa3.planning.planner import Plan, plan_forward
-from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_reference
+from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_row_max
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES
 
@@ -53,7 +53,7 @@ def configs_to_measure(problem: Problem) -> list[ForwardConfig]:
     return [
         config
         for tiling in alternatives(problem.spec)
-        for config in with_clusters(with_reference(tiling.config, problem), problem)
+        for config in with_clusters(with_row_max(tiling.config, problem), problem)
     ]
 
 
@@ -97,12 +97,12 @@ def recorded_config(row: Measurement) -> tuple[ForwardConfig, str]:
     problem = problem_of(cell_of(row))
     match = NAME.fullmatch(name_today(row.choice))
     if match is None:
-        config = replace(choose_config(problem, H200), fixed_reference=False)
+        config = replace(choose_config(problem, H200), fixed_row_max=False)
         return config, "list" if has_mask(problem.spec) else "static"
     schedule, tiling = match.groups()
     for config in configs_to_measure(problem):
         for fixed in (True, False):
-            either = replace(config, fixed_reference=fixed)
+            either = replace(config, fixed_row_max=fixed)
             if describe_config(either) == tiling:
                 return either, schedule
     raise ValueError(f"{row.cell}: {row.choice} is no plan of the present table")

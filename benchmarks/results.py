@@ -103,7 +103,8 @@ class PlanRow(Measurement):
 
     Fields:
         schedule: its name in `fa3.schedules.SCHEDULES`.
-        tile_m ... fixed_reference: the fields of its `Config`.
+        tile_m ... fixed_reference: the fields of its `Config`; the last is now
+            `fixed_row_max` there.
         predicted_us: the cost model's time for this regime when this was measured.
     """
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import environment, harness, results
-from benchmarks.harness import Contender, Errors, PartsReference, RowMax
+from benchmarks.harness import Contender, Errors, PartsReference, Reference
 from benchmarks.meter import Meter, NvmlGauge, Reading, open_gauge, read_interval, reason_names
 from benchmarks.peers import Provider, Tensors
 from benchmarks.ratios import summarise
@@ -314,7 +314,7 @@ def progress_bar(console: Console) -> Progress:
 def check_cell(
     run: Run,
     job: Job,
-    make_reference: Callable[[Cell, Tensors], RowMax | PartsReference] = RowMax,
+    make_reference: Callable[[Cell, Tensors], Reference | PartsReference] = Reference,
 ) -> dict[str, Verdict]:
     """Compile and check a cell for every provider."""
     (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)

@@ -9,7 +9,7 @@ import os
 ACCEPTED = {
     "FA3_ASSERTIONS": ("0", "1"),
     "FA3_FP8_SUMS": ("two-level", "one-level"),
-    "FA3_REFERENCE": ("auto", "following"),
+    "FA3_ROW_MAX": ("auto", "online"),
 }
 """Values that variables may have; the first is the default."""
 

@@ -211,7 +211,7 @@ def plan_row(cell: shapes.Cell, plan, us: float, regime: str = "steady") -> Plan
     measured = {
         "cell": cell.name, "data": "normal", "regime": regime, "provider": plan.name, "status": OK,
         "reason": "", "version": "1.0", "choice": "", "launch": "graph", "us": us,
-        "schedule": plan.schedule.name,
+        "schedule": plan.schedule.name, "fixed_reference": plan.config.fixed_row_max,
     }  # fmt: skip
     return PlanRow(**known | measured)
 
@@ -237,7 +237,7 @@ def rows_of(cells, model, schedules=("list", "static", "single")) -> list[PlanRo
 def test_plans_compute_the_cell_they_are_made_for(cell):
     """A plan of another problem than the call's is refused, so the problem is the call's."""
     tensors = draw(cell)
-    reference = harness.RowMax(cell, tensors)
+    reference = harness.Reference(cell, tensors)
     for schedule in SCHEDULES:
         provider = plans.Planned(plan_forward(plans.problem_of(cell), H200, schedule=schedule))
         (call,) = provider.prepare(cell, tensors).values()

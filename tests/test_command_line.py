@@ -301,7 +301,7 @@ def test_the_demo_needs_no_extras(tmp_path, monkeypatch, capsys):
 BAD = [
     ("FA3_ASSERTIONS", "true", "'0' or '1'"),
     ("FA3_FP8_SUMS", "one", "'two-level' or 'one-level'"),
-    ("FA3_REFERENCE", "folowing", "'auto' or"),
+    ("FA3_ROW_MAX", "onlin", "'auto' or"),
 ]
 RUN = {name: lambda run=run, of=of: run(of()) for name, (run, of) in CALLS.items()} | {
     "plan": lambda: fa3.plan_forward(make_problem(1, 20, 20, 2)),
@@ -343,6 +343,6 @@ def test_info_shows_the_variables(monkeypatch, capsys, tmp_path):
     main(["info"])
     printed = capsys.readouterr().out
     assert "variable  FA3_ASSERTIONS=true: refused by every call, must be 0 or 1\n" in printed
-    assert "variable  FA3_REFERENCE=auto\n" in printed
+    assert "variable  FA3_ROW_MAX=auto\n" in printed
     assert f"variable  FA3_CACHE_DIR={tmp_path}\n" in printed
     assert "variable  FA3_ASSERTION: nothing reads it\n" in printed

@@ -26,7 +26,7 @@ from fa3.planning.tilings import (
     choose_config,
     general_tiling,
     halved_tiling,
-    takes_fixed_reference,
+    takes_fixed_row_max,
 )
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import CAPACITY, padded
@@ -112,7 +112,7 @@ def cases():
         spec = spec_for(row)
         is_masked = row.masked is not False
         cluster_m = 1 if is_masked else 2
-        config = replace(row.config, cluster_m=cluster_m, fixed_reference=True)
+        config = replace(row.config, cluster_m=cluster_m, fixed_row_max=True)
         if (spec, config) not in seen:
             seen.add((spec, config))
             yield spec, config, TileList if is_masked else StaticPersistent
@@ -123,8 +123,8 @@ def cases():
         (256, "window", RecomputeRaggedTiles),
     ):
         spec = spec_of(head_dim, mask)
-        fixed = schedule_type is not RecomputeRaggedTiles and takes_fixed_reference(spec)
-        yield spec, replace(general_tiling(spec), fixed_reference=fixed), schedule_type
+        fixed = schedule_type is not RecomputeRaggedTiles and takes_fixed_row_max(spec)
+        yield spec, replace(general_tiling(spec), fixed_row_max=fixed), schedule_type
     spec = spec_of(256, "rows")
     yield spec, halved_tiling(spec), MultiSequenceTiles
     spec = spec_of(64, "full", dtype="float16")
@@ -185,7 +185,7 @@ def name_of(case) -> str:
     size = f"d{spec.head_dim}" + f"v{spec.head_dim_v}" * (spec.head_dim_v != spec.head_dim)
     parts = [size, tile, mask, spec.dtype, schedule_type.__name__]
     parts += ["cluster"] * (config.cluster_m > 1)
-    parts += ["online_max"] * (not config.fixed_reference)
+    parts += ["online_max"] * (not config.fixed_row_max)
     return "-".join(parts)
 
 
@@ -201,7 +201,7 @@ def test_machine_code(case):
     assert not reads_the_clock(report)
     if has_unmasked_blocks(spec):
         check_overlap(report, spec, config)
-    if config.fixed_reference:
+    if config.fixed_row_max:
         check_no_maximum(report, spec, config)
 
 
@@ -209,7 +209,7 @@ def test_machine_code(case):
 def test_machine_code_of_pairs_of_heads():
     spec = spec_of(128, "causal")
     config = replace(config_of(spec), cluster_m=1, cluster_h=2)
-    assert config.fixed_reference
+    assert config.fixed_row_max
     report = forward_report(Forward(spec, config, TileList))
     check_overlap(report, spec, config)
 

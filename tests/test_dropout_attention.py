@@ -249,7 +249,7 @@ def test_no_schedule_changes_the_mask(device, dropped):
 
 @pytest.mark.parametrize("window", [CAUSAL, Window(40, 20)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_fixed_references(head_dim, window, device, dropped, always_fixed):
+def test_fixed_row_max(head_dim, window, device, dropped, always_fixed):
     """Scores that rise far above the first ones: rows are computed again, with the same mask."""
     problem = make_problem(2, 400, 700, 2, 1, head_dim, window)
     q, k, v = make_operands(problem, 0, device)

@@ -21,7 +21,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.costs import H200
 from fa3.planning.planner import plan_forward
-from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
+from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_row_max
 from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
 from fa3.problem import Problem, Window
@@ -42,43 +42,43 @@ def with_scores(*scores):
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
 def test_large_calls_get_it(schedule):
-    assert plan_forward(LARGE, schedule=schedule).config.fixed_reference
+    assert plan_forward(LARGE, schedule=schedule).config.fixed_row_max
 
 
 def test_plans_say_so_and_small_calls_do_not(monkeypatch):
     small, plan = make_problem(1, 1024, 1024, 1, 8, 128, CAUSAL), plan_forward(LARGE)
     assert small.flops < FIXED_FLOPS < LARGE.flops
-    assert not plan_forward(small).config.fixed_reference
+    assert not plan_forward(small).config.fixed_row_max
     assert plan.name.endswith("fixed row max")
     assert plan.predict().launch_us > H200.costs.launch_us
-    config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
+    config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_row_max=True)
     assert config.recompute == ForwardConfig(128, 128, q_stages=2)  # needs no cluster
-    monkeypatch.setattr(tilings, "REFERENCE", "following")
-    assert not plan_forward(LARGE).config.fixed_reference
+    monkeypatch.setattr(tilings, "ROW_MAX", "online")
+    assert not plan_forward(LARGE).config.fixed_row_max
 
 
 def test_float16_does_not():
     half = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL, "float16")
-    assert not plan_forward(half).config.fixed_reference
-    config = replace(choose_config(half, H200), fixed_reference=True)
-    with pytest.raises(ValueError, match="fixed_reference must be False with float16"):
+    assert not plan_forward(half).config.fixed_row_max
+    config = replace(choose_config(half, H200), fixed_row_max=True)
+    with pytest.raises(ValueError, match="fixed_row_max must be False with float16"):
         plan_forward(half, config=config)
 
 
 def test_scores_get_it_that_are_bounded_or_leave_logits_where_they_are():
     for score in (Alibi(SLOPES, is_causal=True), Alibi(SLOPES, is_causal=False), Softcap(50.0)):
         problem = with_scores(score)
-        assert takes_fixed_reference(problem.spec)
-        assert plan_forward(problem).config.fixed_reference
+        assert takes_fixed_row_max(problem.spec)
+        assert plan_forward(problem).config.fixed_row_max
     few, many = Softcap(5.0), Softcap(61.0)
     for scores in ([few], [many], [Softcap(50.0), Alibi(SLOPES, is_causal=True)], [BIAS]):
         problem = with_scores(*scores)
-        assert not takes_fixed_reference(problem.spec)
-        assert not plan_forward(problem).config.fixed_reference
+        assert not takes_fixed_row_max(problem.spec)
+        assert not plan_forward(problem).config.fixed_row_max
 
 
 def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
-    online_max, fixed = ForwardConfig(128, 128), ForwardConfig(128, 128, fixed_reference=True)
+    online_max, fixed = ForwardConfig(128, 128), ForwardConfig(128, 128, fixed_row_max=True)
     for config, bound, expected in (
         (online_max, 5.0, RowMax.ZERO),
         (online_max, 6.0, RowMax.ONLINE),
@@ -86,7 +86,7 @@ def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
         (fixed, 61.0, RowMax.FIXED),
         (fixed, math.inf, RowMax.FIXED),
     ):
-        assert Forward(LARGE.spec, config, TileList).format.reference(bound) is expected
+        assert Forward(LARGE.spec, config, TileList).format.row_max(bound) is expected
 
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():
@@ -106,7 +106,7 @@ WAYS = (
 
 
 def plan_of(problem: Problem, schedule: str = "list", fixed: bool = True, **cluster):
-    return problems.plan_of(problem, schedule, fixed_reference=fixed, **cluster)
+    return problems.plan_of(problem, schedule, fixed_row_max=fixed, **cluster)
 
 
 def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, torch.Tensor]:
@@ -161,7 +161,7 @@ def test_ordinary_scores(head_dim, window, device):
         plan = plan_of(problem, schedule, **cluster)
         assert not marked(plan, q, k, v)
         out, lse = attend(q, k, v, window, plan=plan)
-        # Parts have references of their own, and pairs of rows that of the pair's first block.
+        # Parts have row maxima of their own, and pairs of rows those from the pair's first block.
         key = plan.name if schedule == "split" else plan.config.cluster_m
         if key not in seen:
             check_attention(out, lse, q, k, v, window=window)

@@ -124,7 +124,7 @@ def packed(name: str) -> PackedCall:
 with pytest.MonkeyPatch.context() as stubs:
     stubs.setattr(execution, "load_kernel", stub_of)
     DECODES = PreparedPlan.of(DecodePlan.of_dense(PROBLEM, H200), GPU)
-    CONFIG = replace(choose_config(PROBLEM, H200), fixed_reference=True)
+    CONFIG = replace(choose_config(PROBLEM, H200), fixed_row_max=True)
     DENSE = PreparedPlan.of(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), GPU)
     ALONE, SPLITS, SHARES = map(packed, (FORWARD, SPLIT, SHARED))
 

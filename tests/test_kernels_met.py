@@ -320,7 +320,7 @@ def test_long_calls_have_a_second_launch_and_short_ones_an_online_softmax():
         for tokens in (512, 8192)
     ]
     short, long = map(plan_forward, problems)
-    assert (short.config.fixed_reference, long.config.fixed_reference) == (False, True)
+    assert (short.config.fixed_row_max, long.config.fixed_row_max) == (False, True)
     assert len(short.launches()) == 1 and len(long.launches()) == 2
 
 

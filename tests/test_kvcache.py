@@ -160,7 +160,7 @@ def test_large_calls(mode, device):
 
 
 def test_keys_that_grow(where):
-    """The reference of the softmax moves in every block."""
+    """The row max of the softmax grows in every block."""
     call = make_call(CacheProblem((3000,), group=4, causal=True, head_dim=128), device=where)
     factor = torch.linspace(0.1, 8, call["k_cache"].shape[1], device=where)
     call["k_cache"] = (call["k_cache"] * factor[:, None, None]).bfloat16()

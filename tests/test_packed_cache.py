@@ -190,7 +190,7 @@ RAGGED = {"is_ragged": True}, {"is_ragged": True, "is_turned": True}
     ids=str,
 )
 def test_sequences_are_as_alone(kind, causal, interleaved, where):
-    """With huge scores the fixed reference of long sequences fails, and their rows are computed
+    """With huge scores the fixed row max of long sequences fails, and their rows are computed
     once more, from the same rotated queries."""
     call = appending_call(where, **kind) | {"causal": causal, "rotary_interleaved": interleaved}
     ends = call["cu_seqlens_q"].tolist()

@@ -105,7 +105,7 @@ def test_calls_of_the_decode_kernel_alone(functions, where, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"recipe": Recipe(20.0)}], ids=str)
 def test_chunks_with_huge_scores(options, device):
-    """The fixed reference of long sequences fails, and their rows are computed once more."""
+    """The fixed row max of long sequences fails, and their rows are computed once more."""
     problem = VarlenProblem(
         (300, 2, 200), (900, 500, 200), heads_kv=2, group=4, head_dim=128, causal=True
     )

@@ -59,7 +59,7 @@ def test_persistent_ctas_all_fit_on_the_gpu(problem, num_sms):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
     table = {
-        replace(tiling.config, cluster_m=cluster_m, fixed_reference=fixed)
+        replace(tiling.config, cluster_m=cluster_m, fixed_row_max=fixed)
         for tiling in TILINGS
         for cluster_m in (1, tiling.config.cluster_m)
         for fixed in (False, True)
@@ -153,8 +153,8 @@ def test_parts_under_a_bias_follow_their_scores():
     spec = AttentionSpec("bfloat16", 128, 128, Band(right=True), (alibi,))
     problem = Problem(spec, 1, 640, 8192, 8, 4, Window(right=0))
     plan = plan_forward(problem)
-    assert plan.schedule.name == "split" and not plan.config.fixed_reference
-    assert plan_forward(problem, schedule="list").config.fixed_reference
+    assert plan.schedule.name == "split" and not plan.config.fixed_row_max
+    assert plan_forward(problem, schedule="list").config.fixed_row_max
 
 
 def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():

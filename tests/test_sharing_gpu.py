@@ -28,7 +28,7 @@ def failing_call(device, seed: int = 0, seqlen: int = 4096):
     """Operands and plan of a call many of whose rows are computed again."""
     problem = make_problem(1, seqlen, seqlen, 4, 2, 128, CAUSAL)
     plan = plan_forward(problem)
-    assert plan.config.fixed_reference
+    assert plan.config.fixed_row_max
     q, k, v = make_operands(problem, seed, device)
     return q * 40, k, v, plan
 

@@ -192,7 +192,7 @@ def test_calls_of_other_shapes_run_as_planned(compiler, monkeypatch):
     fewer = replace(H200, num_sms=H200.num_sms - 4)
     assert plan_call(SHORT, fewer) == plan_dense(SHORT, fewer)
     with monkeypatch.context() as patch:
-        patch.setitem(SETTINGS, "FA3_REFERENCE", "following")
+        patch.setitem(SETTINGS, "FA3_ROW_MAX", "online")
         assert plan_call(SHORT, H200) == plan_dense(SHORT, H200)
     assert plan_call(SHORT, H200).name == "packed"
 

@@ -162,7 +162,7 @@ def test_every_head_size_has_a_tiling_of_two_halves(tiling):
     spec = replace(SPEC, head_dim=tiling.head_dim, head_dim_v=tiling.head_dim_v)
     signature = signature_with(spec)
     config = signature.shared_tiling
-    assert config.tile_m == 2 * ROWS and not config.fixed_reference
+    assert config.tile_m == 2 * ROWS and not config.fixed_row_max
     config.validate(signature.shared_spec)
 
 

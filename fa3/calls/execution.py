@@ -8,7 +8,7 @@ each kernel by their names.
 Lengths are read on the device only, so a captured graph stays right while they grow. With packed
 queries, `fa3.planning.routes` decides which kernels serve a call. The forward kernel walks a table
 of tiles, which a kernel before it makes from the lengths; tiles may be split. One more kernel
-recomputes rows whose fixed reference failed, or, where sequences share tiles, rows that are not
+recomputes rows whose fixed row max failed, or, where sequences share tiles, rows that are not
 finite. Sequences with few queries may be the decode kernel's, which then overlaps the forward
 kernel. All that depends on lengths is in tensors that each call allocates. So calls in several
 threads, on several streams and in captured graphs share nothing that is written.

@@ -45,7 +45,7 @@ def is_tuned(problem: Problem, gpu: Gpu) -> bool:
 
 def tuning_key(problem: Problem, gpu: Gpu) -> str:
     """Return what a tuned plan depends on, besides GPU and version."""
-    settings = ", ".join(SETTINGS[name] for name in ("FA3_REFERENCE", "FA3_FP8_SUMS"))
+    settings = ", ".join(SETTINGS[name] for name in ("FA3_ROW_MAX", "FA3_FP8_SUMS"))
     return f"{problem} on {gpu.num_sms} SMs, {settings}"
 
 

@@ -271,13 +271,13 @@ class Combine(KernelBase):
             # Always 16 independent reads; sums that are read twice count once.
             cute.autovec_copy(exchange.scalars[None, group + (i & (share - 1))], scalars[None, i])
             sums.rebase(scalars[0, i])
-        reference = finite(sums.scalars[0])
+        base = finite(sums.scalars[0])
         sums.o.fill(0.0)
         sums.scalars[1] = Float32(0.0)
         for i in cutlass.range_constexpr(GROUPS):
             o = cute.make_rmem_tensor(QUAD, Float32)
             cute.autovec_copy(exchange.o[None, lane, group + (i & (share - 1))], o)
-            factor = exp(scalars[0, i] - reference) if i < share else Float32(0.0)
+            factor = exp(scalars[0, i] - base) if i < share else Float32(0.0)
             sums.o.store(sums.o.load() + o.load() * factor)
             sums.scalars[1] = sums.scalars[1] + scalars[1, i] * factor
 

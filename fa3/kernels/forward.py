@@ -450,8 +450,8 @@ class Forward(AttentionKernel):
             rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
             touched = self.blocks_of_rows(rules.mask, blocks, slab * ROWS, sequence)
-            reference = self.format.reference(rules.bound)
-            softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, reference)
+            row_max = self.format.row_max(rules.bound)
+            softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, row_max)
             smem.pipe_q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
             dropout = None
@@ -530,9 +530,9 @@ class Forward(AttentionKernel):
         tile_n, last_row = self.config.tile_n, sequence.seqlen_q - 1
         first_row = cutlass.min(row_begin, last_row)
         touched = mask.key_blocks(first_row, ROWS, tile_n, sequence)
-        if cutlass.const_expr(self.config.fixed_reference and self.spec.mask.right):
+        if cutlass.const_expr(self.config.fixed_row_max and self.spec.mask.right):
             # Mask the block of the first row's last visible key and all later blocks. After them
-            # every row has seen a key, so it has a reference.
+            # every row has seen a key, so it has a row max.
             _, end = mask.key_range(first_row, sequence)
             full_end = cutlass.min(touched.full_end, cutlass.max(end - 1, 0) // tile_n)
             full_begin = cutlass.min(touched.full_begin, full_end)

@@ -101,7 +101,7 @@ class ForwardEpilogue:
         """Write a part of a tile; the last one merges all."""
         attention, kernel, parts = self.attention, self.kernel, self.parts
         lse = attention.finish()
-        if cutlass.const_expr(kernel.config.fixed_reference):
+        if cutlass.const_expr(kernel.config.fixed_row_max):
             self.mark(has_sinks=False)
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
         places, are_queries = self.places(), self.are_queries()
@@ -115,7 +115,7 @@ class ForwardEpilogue:
     def finish_whole(self):
         """Finish a tile; mark rows whose fixed row max was far off."""
         self.finish_tile()
-        if cutlass.const_expr(self.kernel.config.fixed_reference):
+        if cutlass.const_expr(self.kernel.config.fixed_row_max):
             self.mark(has_sinks=self.sinks is not None)
 
     @cute.jit

@@ -63,9 +63,9 @@ class SixteenBits:
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
         return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_v), turns
 
-    def reference(self, bound: float) -> RowMax:
-        """The softmax's reference for scores whose natural logits are at most `bound`."""
-        is_fixed = self.config.fixed_reference
+    def row_max(self, bound: float) -> RowMax:
+        """The row max for natural logits of at most `bound`."""
+        is_fixed = self.config.fixed_row_max
         if bound * LOG2_E <= SLACK or (is_fixed and bound <= BOUNDED):
             return RowMax.ZERO
         return RowMax.FIXED if is_fixed else RowMax.ONLINE
@@ -104,7 +104,7 @@ class Fp8Products(SixteenBits):
                     columns //= 2  # P, O and P V do not fit the registers.
         return attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
 
-    def reference(self, bound: float) -> RowMax:
+    def row_max(self, bound: float) -> RowMax:
         return RowMax.LOW
 
 

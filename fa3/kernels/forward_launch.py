@@ -26,7 +26,7 @@ DROPOUT_REGISTERS = 8  # what of these must be free with dropout
 FP8_KEYS = 32  # A block has a multiple of so many keys in FP8: what one WGMMA sums over
 
 BOUNDED = 60.0
-"""Largest natural logit of bounded scores for which `fixed_reference` takes 0 as the reference.
+"""Largest natural logit of bounded scores for which `fixed_row_max` takes 0 as the row max.
 Rows for which that fails are computed again."""
 
 
@@ -49,7 +49,7 @@ class ForwardConfig:
     # row's first block of visible keys, or 0 if scores are bounded
     # (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked; a second launch with
     # the config `recompute` computes them.
-    fixed_reference: bool = False
+    fixed_row_max: bool = False
     # Blocks that warps make of loaded ones, of which there are `kv_stages`: of V^T in FP8, of K and
     # of V from an FP8 cache. 0 without such warps.
     converted_stages: int = 0
@@ -87,7 +87,7 @@ class ForwardConfig:
     @property
     def recompute(self) -> "ForwardConfig":
         """The config of the second launch, which computes marked rows again."""
-        return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
+        return replace(self, cluster_m=1, cluster_h=1, fixed_row_max=False)
 
     def registers(self, spec: AttentionSpec) -> int:
         """Registers that a consumer thread needs for fragments and drawn numbers."""
@@ -152,10 +152,10 @@ class ForwardConfig:
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
                 f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
             )
-        if self.fixed_reference and not spec.element.holds_powers:
-            raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
-        if self.fixed_reference and any(score.kind.hides for score in spec.scores):
-            raise ValueError("fixed_reference must be False with a score of your own")
+        if self.fixed_row_max and not spec.element.holds_powers:
+            raise ValueError(f"fixed_row_max must be False with {spec.dtype}: its range is small")
+        if self.fixed_row_max and any(score.kind.hides for score in spec.scores):
+            raise ValueError("fixed_row_max must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)
         if self.registers(spec) > self.fragment_registers(spec):
             drawn = " and random numbers" if spec.has_dropout else ""
@@ -215,7 +215,7 @@ class ForwardArguments(NamedTuple):
         if cache is not None:
             key_rows, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
             dtype_k = FP8 if cache.is_fp8 else spec.dtype
-        vector, can_mark = arguments.int32_vector, kernel.config.fixed_reference
+        vector, can_mark = arguments.int32_vector, kernel.config.fixed_row_max
         shape_v = *key_rows, heads_kv, spec.head_dim_v
         if spec.transposed_v:
             shape_v = batch, heads_kv, spec.head_dim_v, cute.sym_int(), KEYS_OF_GROUP

@@ -62,7 +62,7 @@ class TileKey(NamedTuple):
             config.tile_m,
             config.tile_n,
             config.cluster,
-            not config.fixed_reference,
+            not config.fixed_row_max,
             spec.element.bytes,
         )
 
@@ -110,7 +110,7 @@ class Rule(NamedTuple):
     # As in `TileCosts`, for 128 rows and 128 columns of output. It grows with the rows and with the
     # square of the columns: more columns leave fewer registers for merging.
     part_us: float
-    # Ratio of a block's time with a fixed reference to that with the running maximum.
+    # Ratio of a block's time with a fixed row max to the time with the running one.
     fixed: float = 1.0
 
     def tile(self, key: TileKey) -> TileCosts:
@@ -124,7 +124,7 @@ class Rule(NamedTuple):
         return tile if key.online_max else self.without_maxima(tile)
 
     def without_maxima(self, tile: TileCosts) -> TileCosts:
-        """The costs of a tile, changed to those with a fixed reference."""
+        """A tile's costs, changed to those with a fixed row max."""
         full_us, masked_us = tile.full_us * self.fixed, tile.masked_us * self.fixed
         return tile._replace(full_us=full_us, masked_us=masked_us)
 

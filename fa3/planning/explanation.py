@@ -238,4 +238,4 @@ def describe_config(config: ForwardConfig) -> str:
     text = f"{config.tile_m}x{config.tile_n}"
     if config.cluster > 1:
         text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
-    return f"{text}, fixed row max" if config.fixed_reference else text
+    return f"{text}, fixed row max" if config.fixed_row_max else text

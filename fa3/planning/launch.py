@@ -111,7 +111,7 @@ def launch_of_forward(kernel: Forward, window: Window, **named: Any) -> Launch:
         "schedule_state": schedule.reads_state,
         "part_buffer": schedule.splits,
         "part_counters": schedule.splits,
-        "marks": kernel.config.fixed_reference or kernel.packs_sequences,
+        "marks": kernel.config.fixed_row_max or kernel.packs_sequences,
         "recording": kernel.is_recorded,
         "table": schedule.is_ragged,
         "page_table": cache is not None and cache.page_size > 0,

@@ -75,7 +75,7 @@ class Plan(PlanBase):
     @property
     def recompute(self) -> "Plan | None":
         """The recompute launch, or None with the online softmax."""
-        if not self.config.fixed_reference:
+        if not self.config.fixed_row_max:
             return None
         config = self.config.recompute
         heads = self.schedule.order.heads_per_group * self.config.cluster_h
@@ -162,7 +162,7 @@ class Plan(PlanBase):
             together = f"{heads:,} heads in {groups} head groups, one after another"
         arranged = "in the caller's order" if self.is_arranged else "last query rows first"
         softmax = "Online: subtracts the running row max."
-        if config.fixed_reference:
+        if config.fixed_row_max:
             softmax = (
                 "Subtracts a fixed row max instead of the running one; the recompute launch "
                 "repeats rows for which it was too far off."
@@ -358,7 +358,7 @@ def plan_forward(
     if problem.spec.scores and not config:
         # With a bias, sums of a part far from the diagonal rightly vanish. With a fixed row max
         # that would look like a failure.
-        online = (replace(tiling, fixed_reference=False) for tiling in tilings)
+        online = (replace(tiling, fixed_row_max=False) for tiling in tilings)
         for_parts = list(dict.fromkeys(online))
     if name == SplitTiles.name:
         tilings = for_parts

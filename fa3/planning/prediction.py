@@ -207,7 +207,7 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
         busy_share += costs.memory_power * min(1.0, memory_us / burst)
     slowdown = max(1.0, tile.steady * busy_share ** (1 / POWER_EXPONENT))
     launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
-    if config.fixed_reference:
+    if config.fixed_row_max:
         launch_us += costs.call_us.get(AGAIN, 0.0)
     return Prediction(
         overlapped_us(burst * slowdown, memory_us) + launch_us,

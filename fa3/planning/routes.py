@@ -37,7 +37,7 @@ from fa3.planning.tilings import (
     converting_tiling,
     general_tiling,
     halved_tiling,
-    takes_fixed_reference,
+    takes_fixed_row_max,
 )
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
@@ -216,8 +216,8 @@ class Signature:
         if self.cache is not None:
             tiling = converting_tiling if self.cache.is_fp8 else halved_tiling
         # On an FP8 cache P is in fp16.
-        is_fixed = takes_fixed_reference(self.spec) and not (self.cache and self.cache.is_fp8)
-        return replace(tiling(self.spec), fixed_reference=is_fixed)
+        is_fixed = takes_fixed_row_max(self.spec) and not (self.cache and self.cache.is_fp8)
+        return replace(tiling(self.spec), fixed_row_max=is_fixed)
 
     @property
     def finds_keys(self) -> bool:
@@ -261,7 +261,7 @@ class Signature:
         schedule = RaggedSegments if splits else RaggedTiles
         main = Forward(self.spec, config, schedule, cache=self.cache)
         launches = [table, self.launch_of(main, overlaps_decode=int(overlaps_decode), **values)]
-        if config.fixed_reference:
+        if config.fixed_row_max:
             kind = self.spec, config.recompute, RecomputeRaggedTiles
             launches.append(self.recompute_of(Forward(*kind, cache=self.cache)))
         return launches

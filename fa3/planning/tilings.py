@@ -216,19 +216,19 @@ FEW_TILES = 8
 save."""
 
 FIXED_FLOPS = 1.5e10
-"""FLOPs of a call, some 30 us, from which a fixed reference saves more time than its second launch
+"""FLOPs of a call, some 30 us, from which a fixed row max saves more time than its second launch
 takes."""
 
-REFERENCE = SETTINGS["FA3_REFERENCE"]
-"""Which row max calls have. With "following" always the running one (online softmax), which never
+ROW_MAX = SETTINGS["FA3_ROW_MAX"]
+"""Which row max calls have. With "online" always the running one (online softmax), which never
 fails and costs 5-12% of a call. With "auto" the planner chooses between it and a fixed one."""
 
 
-def takes_fixed_reference(spec: AttentionSpec) -> bool:
-    """Whether the softmax can have a fixed reference that will rarely fail.
+def takes_fixed_row_max(spec: AttentionSpec) -> bool:
+    """Whether a fixed row max is possible and will rarely fail.
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
     up to `SLACK` powers of two no row can fail, so none needs to be marked."""
-    if REFERENCE == "following" or not spec.element.holds_powers:
+    if ROW_MAX == "online" or not spec.element.holds_powers:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores
@@ -242,7 +242,7 @@ def configs(problem: Problem, gpu: Gpu, is_searched: bool = False) -> list[Forwa
     first = choose_config(problem, gpu)
     choices = [first]
     for tiling in alternatives(problem.spec):
-        for config in with_clusters(with_reference(tiling.config, problem), problem):
+        for config in with_clusters(with_row_max(tiling.config, problem), problem):
             if config in choices or config.cluster > gpu.num_sms:
                 continue
             if TiledProblem(problem, gpu, config).costs.is_known:
@@ -252,10 +252,10 @@ def configs(problem: Problem, gpu: Gpu, is_searched: bool = False) -> list[Forwa
     return in_pairs if in_pairs and is_paired else choices
 
 
-def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
-    """The tiling, with a fixed reference if that saves time."""
-    if problem.flops >= FIXED_FLOPS and takes_fixed_reference(problem.spec):
-        return replace(config, fixed_reference=True)
+def with_row_max(config: ForwardConfig, problem: Problem) -> ForwardConfig:
+    """The tiling, with a fixed row max if that saves time."""
+    if problem.flops >= FIXED_FLOPS and takes_fixed_row_max(problem.spec):
+        return replace(config, fixed_row_max=True)
     return config
 
 
@@ -306,7 +306,7 @@ def choose_config(problem: Problem, gpu: Gpu) -> ForwardConfig:
     """The best tiling that was measured for problems like this one."""
     rows = alternatives(problem.spec)
     config = next(row.config for row in rows if problem.seqlen_q <= row.max_seqlen_q)
-    config = with_reference(config, problem)
+    config = with_row_max(config, problem)
     query_tiles = -(-problem.seqlen_q // config.tile_m)
     wasteful = query_tiles % config.cluster_m and query_tiles < FEW_TILES
     if wasteful or gpu.num_sms < config.cluster_m:

@@ -150,15 +150,15 @@ class Attention:
 
     @property
     def accs(self) -> tuple:
-        """The sums of O, which follow the references."""
+        """The sums of O, which are rescaled when the row max grows."""
         return (self.regs.acc_O,)
 
     def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool):
-        """Adapt references to a block, and O."""
+        """Adapt row maxima to a block, and rescale O."""
         if self.softmax.online_max:
             accs = [as_rows_and_columns(acc) for acc in self.accs]
             self.softmax.follow(scores, accs, lambda: warpgroup.wait_group(0), shifts)
-        elif self.may_lack_reference(masked):
+        elif self.may_lack_row_max(masked):
             self.softmax.init_late_rows(scores, shifts, self.sees(n_block))
 
     @cute.jit
@@ -170,7 +170,7 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
-        if cutlass.const_expr(self.softmax.reference is RowMax.FIXED and bool(self.rules.scores)):
+        if cutlass.const_expr(self.softmax.kind is RowMax.FIXED and bool(self.rules.scores)):
             # The guess serves all blocks, but biases may be large in this one and small elsewhere.
             self.rules.hide(scores, n_block)
             self.softmax.start(scores, None, self.sees(n_block))
@@ -245,7 +245,7 @@ class Attention:
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
         self.follow(scores, shifts, n_block, masked)
-        may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
+        may_hide = masked or self.rules.may_hide or self.may_lack_row_max(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
         drawn = self.draw(acc_S, n_block)
         if cutlass.const_expr(self.overlaps):
@@ -314,11 +314,11 @@ class Attention:
     @property
     def has_exact_terms(self) -> bool:
         """Whether P is a power of two where one key is visible.
-        It is if the row's reference was taken from that key's score."""
-        rules, reference = self.rules, self.softmax.reference
-        if reference in (RowMax.ONLINE, RowMax.LOW):
+        It is if the row max was taken from that key's score."""
+        rules, kind = self.rules, self.softmax.kind
+        if kind in (RowMax.ONLINE, RowMax.LOW):
             return True
-        return reference is RowMax.FIXED and not (rules.scores or rules.mask.templates)
+        return kind is RowMax.FIXED and not (rules.scores or rules.mask.templates)
 
     @cute.jit
     def divisor(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
@@ -334,7 +334,7 @@ class Attention:
         None if nothing is guessed, or if a row may see later keys of the block but not the first.
         """
         rules = self.rules
-        if self.softmax.reference is not RowMax.FIXED or rules.mask.left:
+        if self.softmax.kind is not RowMax.FIXED or rules.mask.left:
             return None
 
         def sees_first_key(r: int):
@@ -343,10 +343,10 @@ class Attention:
 
         return sees_first_key
 
-    def may_lack_reference(self, masked: bool) -> bool:
+    def may_lack_row_max(self, masked: bool) -> bool:
         """Whether a row may see no key in the tile's first block."""
         mask = self.rules.mask
-        is_fixed = self.softmax.reference is RowMax.FIXED
+        is_fixed = self.softmax.kind is RowMax.FIXED
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit

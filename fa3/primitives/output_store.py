@@ -346,9 +346,9 @@ class PartMerge:
                 cute.autovec_copy(self.parts[None, lane, last, warp, slot], log_sums)
             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                 larger = cute.arch.fmax(maximum[r], log_sums[r])
-                reference = finite(larger)
-                correction = cute.math.exp2(maximum[r] - reference, fastmath=True)
-                weight = cute.math.exp2(log_sums[r] - reference, fastmath=True)
+                base = finite(larger)
+                correction = cute.math.exp2(maximum[r] - base, fastmath=True)
+                weight = cute.math.exp2(log_sums[r] - base, fastmath=True)
                 maximum[r], total[r] = larger, total[r] * correction + weight
                 row, added = row_of(merged, r), row_of(other, r)
                 row.store(row.load() * correction + added.load() * weight)

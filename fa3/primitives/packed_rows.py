@@ -84,10 +84,10 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of lanes over parts of a row; `reference` is their maximum."""
+    """Sums of lanes over parts of a row, relative to their largest."""
 
-    o: cute.Tensor  # sum of exp(lse_i - reference) O_i in this lane's columns
-    scalars: cute.Tensor  # the reference, and the sum of exp(lse_i - reference)
+    o: cute.Tensor  # sum of exp(lse_i - largest) O_i in this lane's columns
+    scalars: cute.Tensor  # the largest, and the sum of exp(lse_i - largest)
 
     @classmethod
     def create(cls) -> "Sums":
@@ -98,7 +98,7 @@ class Sums:
 
     @cute.jit
     def rebase(self, largest: Float32) -> Float32:
-        """Raise the reference to `largest`; return it, 0 for -inf."""
+        """Raise the largest so far to `largest`; return it, 0 for -inf."""
         self.scalars[0] = cute.arch.fmax(self.scalars[0], largest)
         return finite(self.scalars[0])
 
@@ -109,22 +109,22 @@ class Sums:
         largest = lse[0]
         for i in cutlass.range_constexpr(1, cute.size(lse)):
             largest = cute.arch.fmax(largest, lse[i])
-        reference = self.rebase(largest)
-        correction = exp(before - reference)
+        base = self.rebase(largest)
+        correction = exp(before - base)
         acc, total = self.o.load() * correction, self.scalars[1] * correction
         for i in cutlass.range_constexpr(cute.size(lse)):
-            factor = exp(lse[i] - reference)
+            factor = exp(lse[i] - base)
             total += factor
             acc = acc + o[None, i].load() * factor
         self.o.store(acc)
         self.scalars[1] = total
 
     @cute.jit
-    def add_sums(self, reference: Float32, total: Float32, o: cute.Tensor):
-        """Add other sums: their reference, their sum of exp, and their O."""
+    def add_sums(self, largest: Float32, total: Float32, o: cute.Tensor):
+        """Add other sums: their largest, their sum of exp, and their O."""
         before = self.scalars[0]
-        base = self.rebase(reference)
-        correction, factor = exp(before - base), exp(reference - base)
+        base = self.rebase(largest)
+        correction, factor = exp(before - base), exp(largest - base)
         self.o.store(self.o.load() * correction + o.load() * factor)
         self.scalars[1] = self.scalars[1] * correction + total * factor
 

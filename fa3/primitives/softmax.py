@@ -12,29 +12,29 @@ from cutlass import Float32
 
 from fa3.primitives.fragments import float_bits
 
-SLACK = 8.0  # powers of two by which scores may exceed the reference before sums and O are rescaled
+SLACK = 8.0  # powers of two by which scores may exceed the row max before sums and O are rescaled
 
 MARGIN = 24.0
-"""Powers of two that a fixed reference lies above the scores it was taken from: this leaves row
+"""Powers of two that a fixed row max lies above the scores it was taken from: this leaves row
 sums more room to grow than to shrink."""
 
 FP8_OFFSET = 6.0
-"""Powers of two by which a reference lies below the scores that it was taken from, if terms are
+"""Powers of two by which the row max lies below the scores that it was taken from, if terms are
 rounded to e4m3: small terms shall not vanish."""
 
 FP8_SLACK = 2.75  # `SLACK` in FP8, above these scores: the largest number in e4m3 is 2**8.8
 LOG2_E = math.log2(math.e)  # powers of two in a natural logit
 
 GUESSED = 8
-"""Columns of a thread from which a reference is guessed: the first 32 keys of a block. More columns
+"""Columns of a thread from which a row max is guessed: the first 32 keys of a block. More columns
 would delay the exponentials of the tile's first block."""
 
 FEWEST, MOST = 2.0**-64, 2.0**120
-"""A fixed or zero reference was good enough if the row sum lies between these. Terms below 2**-149
+"""A fixed or zero row max was good enough if the row sum lies between these. Terms below 2**-149
 vanish, but do not matter compared with FEWEST; MOST is far enough below infinity."""
 
 MOST_BESIDE_SINKS = 2.0**40
-"""MOST for rows with a sink. A sink may lie far above the reference; then the terms that vanish
+"""MOST for rows with a sink. A sink may lie far above the row max; then the terms that vanish
 are less than 2**-86 of the sum."""
 
 LEAST_OF_ZEROS = 2.0**-39
@@ -48,10 +48,10 @@ STRONG = 2.0**60  # outputs above this may have overflowed in part
 class RowMax(Enum):
     """The number subtracted from a row's scores before they are exponentiated.
 
-    A row's reference depends only on the scores that the row sees.
+    It depends only on the scores that the row sees.
 
     ONLINE: the running maximum, updated lazily (FlashAttention-4). While no row of the warp
-        exceeds its reference by more than `SLACK` powers of two, nothing is rescaled and no value
+        exceeds its row max by more than `SLACK` powers of two, nothing is rescaled and no value
         crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
         It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
@@ -62,7 +62,7 @@ class RowMax(Enum):
         above, the row sum and O tell, as for FIXED.
     """
 
-    ONLINE = "following"
+    ONLINE = "online"
     FIXED = "fixed"
     LOW = "low"
     ZERO = "zero"
@@ -105,7 +105,7 @@ def finite(row_max: Float32) -> Float32:
 class OnlineSoftmax:
     """Running maxima and row sums of one thread's rows (FlashAttention-2, section 3.1).
 
-    `row_max` holds the rows' references in units of raw scores; a quad's four threads hold the
+    `row_max` holds each row's row max in units of raw scores; a quad's four threads hold the
     same ones. `row_sum` covers this thread's columns only, until `finish`.
 
     `shifts` has for each row a number still to be added to all scores of a block; None adds 0.
@@ -115,69 +115,67 @@ class OnlineSoftmax:
     row_max: cute.Tensor
     row_sum: cute.Tensor
 
-    reference: ClassVar[RowMax] = RowMax.ONLINE
+    kind: ClassVar[RowMax] = RowMax.ONLINE
     slack: ClassVar[float] = SLACK
 
     @staticmethod
-    def create(
-        num_rows: int, scale_log2: Float32, reference: RowMax = RowMax.ONLINE
-    ) -> "OnlineSoftmax":
+    def create(num_rows: int, scale_log2: Float32, kind: RowMax = RowMax.ONLINE) -> "OnlineSoftmax":
         rows = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(2))
-        return SOFTMAXES[reference](scale_log2, *rows)
+        return SOFTMAXES[kind](scale_log2, *rows)
 
     @property
     def online_max(self) -> bool:
-        return self.reference in (RowMax.ONLINE, RowMax.LOW)
+        return self.kind in (RowMax.ONLINE, RowMax.LOW)
 
     @cute.jit
     def start(
         self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
     ):
-        """Take the references from a tile's first block of scores (rows, columns).
-        `sees` says of row r whether it sees the block's first key; then references are guessed from
-        the first columns. If it is None, they are taken from all columns."""
+        """Take row maxima from a tile's first block of scores.
+        `sees` says of row r whether it sees the block's first key; then row maxima are guessed
+        from the first columns. If it is None, they are taken from all columns."""
         self.row_sum.fill(0.0)
-        if cutlass.const_expr(self.reference is RowMax.ZERO):
+        if cutlass.const_expr(self.kind is RowMax.ZERO):
             self.row_max.fill(0.0)
         else:
-            self.row_max.store(self.references(scores, shifts, sees).load())
+            self.row_max.store(self.row_max_of(scores, shifts, sees).load())
 
     @cute.jit
     def init_late_rows(
         self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
     ):
-        """Take references, as `start` does, for rows that saw no key yet."""
-        num_rows, references = cute.size(scores, mode=[0]), self.row_max
+        """Do as `start` for rows that saw no key yet."""
+        num_rows, row_max = cute.size(scores, mode=[0]), self.row_max
         is_missing = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(num_rows):
-            is_missing = is_missing or references[r] == -Float32.inf
+            is_missing = is_missing or row_max[r] == -Float32.inf
         if cute.arch.vote_any_sync(is_missing):
-            fresh = self.references(scores, shifts, sees)
+            fresh = self.row_max_of(scores, shifts, sees)
             for r in cutlass.range_constexpr(num_rows):
-                references[r] = fresh[r] if references[r] == -Float32.inf else references[r]
+                row_max[r] = fresh[r] if row_max[r] == -Float32.inf else row_max[r]
 
     @cute.jit
-    def references(
+    def row_max_of(
         self, scores: cute.Tensor, shifts: tuple | None, sees: cutlass.Constexpr
     ) -> cute.Tensor:
-        """The rows' references from one block; -inf for rows without keys."""
-        references, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
+        """Each row's row max from one block; -inf for no keys."""
+        row_max, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
         maxima = self.maxima(scores, shifts, None if sees is None else GUESSED)
-        for r in cutlass.range_constexpr(cute.size(references)):
-            reference = quad_reduce(maxima[r], cute.arch.fmax) + margin
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            largest = quad_reduce(maxima[r], cute.arch.fmax) + margin
             if cutlass.const_expr(sees is not None):
                 # All guessed columns are -inf though keys are seen: try 0. If bad, the row fails.
-                no_guess = reference == -Float32.inf and sees(r)
-                reference = Float32(0.0) if no_guess else reference
-            references[r] = reference
-        return references
+                no_guess = largest == -Float32.inf and sees(r)
+                largest = Float32(0.0) if no_guess else largest
+            row_max[r] = largest
+        return row_max
 
     @property
     def margin(self):
-        """How far a reference is above its scores, in raw scores."""
-        if self.reference is RowMax.FIXED:
+        """How far the row max is above its scores, in raw scores."""
+        if self.kind is RowMax.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
-        if self.reference is RowMax.LOW:
+        if self.kind is RowMax.LOW:
             return -FP8_OFFSET * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
 
@@ -193,31 +191,31 @@ class OnlineSoftmax:
     def follow(
         self, scores, accs: cutlass.Constexpr, accs_ready: cutlass.Constexpr, shifts: tuple | None
     ):
-        """Raise references that scores exceed too far; rescale sums and accs.
+        """Raise each row max that scores exceed too far; rescale accs.
         Calls `accs_ready()` before it reads or writes accs."""
         # Not as fields: a branch cannot carry a subclass, which has constants of its own.
-        references, row_sum, scale_log2 = self.row_max, self.row_sum, self.scale_log2
+        row_max, row_sum, scale_log2 = self.row_max, self.row_sum, self.scale_log2
         if cute.arch.vote_any_sync(self.outgrown(scores, shifts)):
             accs_ready()
             maxima, slack, margin = self.maxima(scores, shifts), self.slack, self.margin
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                row_max = quad_reduce(cute.arch.fmax(maxima[r], references[r]), cute.arch.fmax)
+                raised = quad_reduce(cute.arch.fmax(maxima[r], row_max[r]), cute.arch.fmax)
                 # Decide for each row alone: other rows of the warp may see keys that it does not.
-                has_outgrown = (row_max - references[r]) * scale_log2 > slack
-                if cutlass.const_expr(self.reference is RowMax.LOW):
-                    row_max = row_max + margin
-                row_max = row_max if has_outgrown else references[r]
+                has_outgrown = (raised - row_max[r]) * scale_log2 > slack
+                if cutlass.const_expr(self.kind is RowMax.LOW):
+                    raised = raised + margin
+                raised = raised if has_outgrown else row_max[r]
                 correction = cute.math.exp2(
-                    (references[r] - finite(row_max)) * scale_log2, fastmath=True
+                    (row_max[r] - finite(raised)) * scale_log2, fastmath=True
                 )
-                references[r] = row_max
+                row_max[r] = raised
                 row_sum[r] = row_sum[r] * correction
                 for acc in accs:
                     acc[r, None].store(acc[r, None].load() * correction)
 
     @cute.jit
     def outgrown(self, scores: cute.Tensor, shifts: tuple | None) -> cutlass.Boolean:
-        """Whether a score of this thread exceeds its row's reference too far."""
+        """Whether a score of this thread exceeds its row max too far."""
         maxima, outgrown = self.maxima(scores, shifts), cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             outgrown = outgrown or (maxima[r] - self.row_max[r]) * self.scale_log2 > self.slack
@@ -227,23 +225,23 @@ class OnlineSoftmax:
     def exponentiate(
         self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
     ):
-        """Replace scores by exp2(scale_log2 * (score + shift - reference)); sum up."""
+        """Replace scores by exp2(scale_log2 * (score + shift - row max)); sum up."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
             exponents = row.load() * self.scale_log2
-            if cutlass.const_expr(self.reference is not RowMax.ZERO):
-                reference = self.row_max[r]
+            if cutlass.const_expr(self.kind is not RowMax.ZERO):
+                row_max = self.row_max[r]
                 if cutlass.const_expr(masked or self.online_max):
-                    reference = finite(reference)
+                    row_max = finite(row_max)
                 if cutlass.const_expr(shifts is not None):
-                    reference = reference - shifts[r]
-                exponents = exponents - reference * self.scale_log2
+                    row_max = row_max - shifts[r]
+                exponents = exponents - row_max * self.scale_log2
             row.store(cute.math.exp2(exponents, fastmath=True))
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
 
     def has_summed(self):
-        """Always true; unless references are ONLINE, row sums come first."""
-        return True if self.reference is RowMax.ONLINE else self.row_sum[0] + self.row_sum[1] >= 0.0
+        """Always true; unless the row max is ONLINE, row sums come first."""
+        return True if self.kind is RowMax.ONLINE else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
     def finish(
@@ -268,16 +266,16 @@ class OnlineSoftmax:
                 inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(divided_by)
                 log2_sum = scaled + cute.math.log2(row_sum, fastmath=True)
             else:
-                # A row that saw no key may have reference 0, which must not count here.
+                # A row that saw no key may have the row max 0, which must not count here.
                 scaled = -Float32.inf if row_sum == 0.0 else scaled
-                reference = cute.arch.fmax(scaled, sinks[r])
-                correction = cute.math.exp2(scaled - finite(reference), fastmath=True)
+                largest = cute.arch.fmax(scaled, sinks[r])
+                correction = cute.math.exp2(scaled - finite(largest), fastmath=True)
                 total = row_sum * correction + cute.math.exp2(
-                    sinks[r] - finite(reference), fastmath=True
+                    sinks[r] - finite(largest), fastmath=True
                 )
                 hidden = total == 0.0
                 inverse = Float32(0.0) if hidden else correction * cute.arch.rcp_approx(total)
-                log2_sum = reference + cute.math.log2(total, fastmath=True)
+                log2_sum = largest + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
             if cutlass.const_expr(factor is not None):
                 inverse = inverse * factor
@@ -288,9 +286,9 @@ class OnlineSoftmax:
     def failed(
         self, row: cute.Tensor, r: cutlass.Constexpr, has_sink: cutlass.Constexpr
     ) -> cutlass.Boolean:
-        """Whether the fixed or zero reference of finished row r failed.
-        `row` is this thread's part of the row's output. If a sink has joined the sum (`has_sink`),
-        an output near 0 tells nothing."""
+        """Whether the fixed or zero row max of row r failed.
+        `row` is this thread's part of the finished output. If a sink has joined the sum
+        (`has_sink`), an output near 0 tells nothing."""
         row_sum, square = self.row_sum[r], sum_of_squares(row, 1.0)
         # Written so that NaN fails.
         if cutlass.const_expr(has_sink):
@@ -305,7 +303,7 @@ class OnlineSoftmax:
         # A row that saw no key rightly has the sum 0. With bounded scores a sum of 0 tells: no term
         # vanishes.
         is_empty = row_sum == 0.0
-        if cutlass.const_expr(self.reference is not RowMax.ZERO):
+        if cutlass.const_expr(self.kind is not RowMax.ZERO):
             is_empty = is_empty and self.row_max[r] == -Float32.inf
         return failed and not is_empty
 
@@ -323,15 +321,15 @@ class OnlineSoftmax:
 
 
 class FixedSoftmax(OnlineSoftmax):
-    reference = RowMax.FIXED
+    kind = RowMax.FIXED
 
 
 class BoundedSoftmax(OnlineSoftmax):
-    reference = RowMax.ZERO
+    kind = RowMax.ZERO
 
 
 class LowSoftmax(OnlineSoftmax):
-    reference, slack = RowMax.LOW, FP8_OFFSET + FP8_SLACK
+    kind, slack = RowMax.LOW, FP8_OFFSET + FP8_SLACK
 
     @cute.jit
     def outgrown(self, scores: cute.Tensor, shifts: tuple | None) -> cutlass.Boolean:
@@ -359,6 +357,6 @@ class LowSoftmax(OnlineSoftmax):
 
 
 SOFTMAXES = {
-    kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax, LowSoftmax)
+    softmax.kind: softmax for softmax in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax, LowSoftmax)
 }
 """Classes, not a field: the DSL would turn a constant field into a GPU value at a branch."""

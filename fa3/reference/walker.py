@@ -288,7 +288,7 @@ class Walker:
         scale = 1.0 if self.scores else self.softmax_scale
         scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
         # In fp32, whatever default dtype the caller has set.
-        reference = q.new_full((len(q), 1), -torch.inf)
+        row_max = q.new_full((len(q), 1), -torch.inf)
         row_sum, acc_O = q.new_zeros(len(q), 1), q.new_zeros(len(q), self.v.shape[3])
         for n_block in reversed(range(blocks.begin, blocks.end)):
             keys = range(n_block * step.tile_n, (n_block + 1) * step.tile_n)
@@ -296,17 +296,17 @@ class Walker:
             is_masked = not blocks.full_begin <= n_block < blocks.full_end
             scaled_k = k * (scale_q * scale_k)
             values, kept, _ = self.logits(rows, keys, q, scaled_k, factor, is_masked)
-            row_max, before = values.amax(dim=1, keepdim=True), reference
-            outgrown = (row_max - before) * scale_log2 > self.slack
-            reference = torch.where(outgrown, row_max, before)
-            # A row hidden so far has reference -inf; exp2(-inf - 0) is the 0 that it needs.
-            scaled = reference.masked_fill(reference == -torch.inf, 0.0) * scale_log2
+            largest, before = values.amax(dim=1, keepdim=True), row_max
+            outgrown = (largest - before) * scale_log2 > self.slack
+            row_max = torch.where(outgrown, largest, before)
+            # A row hidden so far has row max -inf; exp2(-inf - 0) is the 0 that it needs.
+            scaled = row_max.masked_fill(row_max == -torch.inf, 0.0) * scale_log2
             correction = torch.exp2(before * scale_log2 - scaled)
             p = torch.exp2(values * scale_log2 - scaled)
             row_sum = row_sum * correction + p.sum(dim=1, keepdim=True)
             acc_O = acc_O * correction + self.rounded(p * kept) @ v
         is_hidden = row_sum == 0.0
-        lse = (reference * scale_log2 + torch.log2(row_sum)) * math.log(2.0)
+        lse = (row_max * scale_log2 + torch.log2(row_sum)) * math.log(2.0)
         out = (acc_O * scale_v / row_sum).masked_fill(is_hidden, 0.0)
         if self.dropout is not None:
             out = out / self.dropout.kept

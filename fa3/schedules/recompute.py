@@ -115,7 +115,7 @@ class RecomputeTiles(Dynamic):
 
     Producers look for marked tiles and tell their consumers. Almost always there are none: then
     they read one word and leave. Users cannot choose this schedule: it serves calls whose softmax
-    has a fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`).
+    has a fixed row max instead of the running one (`fa3.primitives.softmax.RowMax`).
     """
 
     name: ClassVar[str] = "recompute"
