@@ -23,7 +23,7 @@ def test_pages_are_up_to_date(module):
 def test_readme_is_short_and_renders_on_a_package_index():
     """A package index has neither the files of this repository nor its pictures."""
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 170
+    assert len(text.splitlines()) <= 150
     assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
 
 
