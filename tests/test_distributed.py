@@ -12,6 +12,7 @@ from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -363,6 +364,9 @@ def test_what_a_split_cache_refuses(ranks):
         assert text.startswith(f"NotImplementedError: {name}")
 
 
+BRIEF = torch.ones(1, 3, 3, 16, dtype=torch.bfloat16)
+
+
 class Everything(fa3.Mask):
     """Hides nothing."""
 
@@ -377,6 +381,9 @@ WRONG = {
     "window": ({"window_size": (-2, 0)}, "", "ValueError: rank 1: window_size must be two"),
     "rows": ({"q": (1, 5, 3, 16), "k": (1, 5, 3, 16)}, "", "ValueError: rank 1 must have 4 of 15"),
     "keys": ({"k": (1, 5, 3, 16)}, "", "ValueError: rank 1: k must have 3 rows like q, got 5"),
+    "values": ({"v": torch.ones(1, 5, 3, 16)}, "", "ValueError: rank 1: v must have 3 rows like q"),
+    "seqlen": ({"seqlen": "13"}, "", "TypeError: rank 1: seqlen must be an integer, got '13'"),
+    "short": ({"seqlen": 5}, "", "ValueError: seqlen must be the same on all ranks, got None on"),
     "shape": ({"q": (1, 3, 6, 16)}, "", "ValueError: q must be the same on all ranks, got torch"),
     "ring slopes": (
         {"alibi_slopes": (3,)}, "ring", "NotImplementedError: rank 1: alibi_slopes is not supp"
@@ -390,6 +397,8 @@ WRONG = {
         {"alibi_slopes": (5,)}, "", "ValueError: rank 1: alibi_slopes must have shape (3,) to go"
     ),
     "sinks": ({"sinks": torch.ones(2)}, "", "ValueError: rank 1: sinks must have shape (3,) to go"),
+    "float32": ({"q": torch.ones(1, 3, 3, 16)}, "", "TypeError: rank 1: q must be torch.bf"),
+    "meta": ({"q": BRIEF.to("meta")}, "", "ValueError: rank 1: q must be a CPU or CUDA tensor"),
     "dtype": ({"v": torch.ones(1, 3, 3, 16).half()}, "", "TypeError: rank 1: v must be torch.bfl"),
     "scale": ({"softmax_scale": [1.0]}, "", "TypeError: rank 1: softmax_scale must be a float, "),
     "lse": ({"return_lse": 3}, "", "TypeError: rank 1: return_lse must be a bool, got 3"),
@@ -402,7 +411,8 @@ def call_wrongly(group, changed, method):
     named = {"q": (1, rows, 3, 16), "k": (1, rows, 3, 16)}
     named |= changed if group.rank() == 1 else {}
     device = device_of(group)
-    named = {name: seeded(*x).to(device) if name in "qk" else x for name, x in named.items()}
+    named = {name: seeded(*x).to(device) if name in "qk" and type(x) is tuple else x
+             for name, x in named.items()}  # fmt: skip
     if "alibi_slopes" in named:
         named["alibi_slopes"] = torch.ones(named["alibi_slopes"], device=device)
     named = {"layout": zigzag, "method": method or "gather", "group": group} | named
@@ -471,6 +481,15 @@ def call_packed_wrongly(group):
     return texts
 
 
+@pytest.mark.parametrize(
+    "ends", [None, 5, [0, 1.5, 3], [False, True], [[0, 3]], [1, 2], [0, 3, 2], []]
+)
+def test_where_documents_end(ends):
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens must be"):
+        documents(ends)
+    assert repr(documents(np.array([0, 3]))) == repr(documents(torch.tensor([0, 3])))
+
+
 @ON_CPU
 def test_what_documents_refuse(ranks):
     (texts,) = ranks.run(1, call_packed_wrongly)
@@ -486,6 +505,8 @@ def call_with_length(group, seqlen, rows):
 def test_a_wrong_length_is_refused(ranks):
     (text,) = ranks.run(1, call_with_length, 9, 8)
     assert text == "ValueError: q must have 9 of 9 rows by Zigzag(), got 8"
+    (text,) = ranks.run(1, call_with_length, 1, 8)
+    assert text == "ValueError: seqlen must be 8, the rows of all ranks, got 1"
 
 
 def measure_tiny(group, cell):

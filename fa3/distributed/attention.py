@@ -3,14 +3,15 @@
 import contextlib
 import functools
 import inspect
+import numbers
 from typing import Any
 
 import torch
 
 from fa3.calls.backward import wants_gradient
-from fa3.calls.call import AttentionCall, accepted_dtypes, check_tensor, describe_tensors
+from fa3.calls.call import AttentionCall, check_tensor, describe_tensors
 from fa3.calls.latest import FastPath
-from fa3.calls.operands import Operand
+from fa3.calls.operands import DTYPES, Operand
 from fa3.calls.options import (
     DENSE,
     PACKED,
@@ -124,21 +125,22 @@ def attend_over_ranks(
     named: dict[str, Any], is_packed: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the result of a public function of its arguments, by name."""
-    groups, seqlen = groups_of(named.pop("group")), named.pop("seqlen")
+    groups, seqlen = groups_of(named.pop("group")), named["seqlen"]
     if is_packed:
         tensors = {name: named[name] for name in "qkv" if isinstance(named[name], torch.Tensor)}
         named |= {name: x[None] for name, x in tensors.items()}
     q, k, v, slopes, sinks = [named[name] for name in OPERANDS]
     # The first call of NCCL hangs if a rank has nothing to send.
-    compares = seqlen is None or seqlen < 2 * groups[0].size()
+    least = 2 * groups[0].size()
+    compares = not (isinstance(seqlen, numbers.Integral) and int(seqlen) >= least)
     latest, method = None, None
     if not compares:
         with contextlib.suppress(TypeError):  # of values that cannot be looked up
             asked = [named[name] for name in named if name not in OPERANDS]
-            latest = latest_over_ranks(groups, seqlen, is_packed, torch.is_grad_enabled(), *asked)
+            latest = latest_over_ranks(groups, is_packed, torch.is_grad_enabled(), *asked)
             method, _ = latest.find(named)
     if method is None:
-        method = method_of(named, groups, seqlen, is_packed, compares)
+        method = method_of(named, groups, is_packed, compares)
         if latest is not None:
             latest.remember(named, dict.fromkeys(OPERANDS, 16), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
@@ -155,20 +157,24 @@ def attend_over_ranks(
 
 
 def method_of(
-    named: dict[str, Any], groups: tuple, seqlen: Any, is_packed: bool, compares: bool
+    named: dict[str, Any], groups: tuple, is_packed: bool, compares: bool
 ) -> Hops | Ulysses:
     """Check a call, on all ranks if `compares`; return what computes it.
     The first group has all ranks; there may be two more, of a mesh."""
     error: Exception | None = None
+    seqlen = named["seqlen"]
     try:
         call = checked(named, [group.size() for group in groups], is_packed)
     except Exception as wrong:  # the other ranks may wait for this one
         error = wrong
     if compares:
         asked = {name: without_rows(value) for name, value in named.items()}
-        seqlen = agree_on_rows(
+        total = agree_on_rows(
             named["layout"], groups[0], 0 if error else named["q"].shape[1], asked, error
         )
+        if seqlen not in (None, total):
+            raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
+        seqlen = total
     elif error is not None:
         raise error
     return prepare(call, seqlen, groups)
@@ -179,6 +185,8 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     The sizes are of groups as in `method_of`."""
     layout, method, kind = named["layout"], named["method"], PACKED if is_packed else DENSE
     check_sequence_layout(layout)
+    if named["seqlen"] is not None:
+        integer("seqlen", named["seqlen"], 0)
     if isinstance(layout, Documents) != is_packed:
         raise ValueError(
             "layout must be documents(cu_seqlens) for flash_attn_varlen_func, and zigzag or "
@@ -219,12 +227,14 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
 def check_call(described: tuple[Operand, ...], sequences: int) -> None:
     """Raise unless the tensors fit together, for so many sequences."""
     q, k, v, *_ = described
-    rows, key_rows = q.shape[1], k.shape[1]
-    if key_rows != rows:
-        raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
+    for name, one in (("k", k), ("v", v)):
+        if one.shape[1] != q.shape[1]:
+            raise ValueError(f"{name} must have {q.shape[1]} rows like q, got {one.shape[1]}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
     named: dict[str, Any] = dict(zip(OPERANDS, described, strict=True))
     call = AttentionCall(**(named | {"kind": DENSE}))
-    q.check_dtype("q", *accepted_dtypes(call, "q"))
+    q.check_dtype("q", *DTYPES)
     # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
     k.check_same_kind("k", q)
     v.check_same_kind("v", q)
@@ -240,14 +250,14 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
     *_, heads_kv, columns_v = of_v
     num_ranks, rank, window = groups[0].size(), groups[0].rank(), part[0].window
-    chunks = layout.chunks(integer("seqlen", seqlen, 0), num_ranks)
+    chunks = layout.chunks(seqlen, num_ranks)
     order: tuple[int, ...] = ()
     if rows != (wanted := num_rows_of(chunks)[rank]):
         raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
     if method == "auto":
-        numbers = seqlen, num_ranks, heads, heads_kv, columns, columns_v
+        asked = seqlen, num_ranks, heads, heads_kv, columns, columns_v
         named = {"window_size": window, "has_slopes": described[3] is not None}
-        method = plan(layout, *numbers, **named).method
+        method = plan(layout, *asked, **named).method
     if isinstance(layout, Documents):
         chunks, order = layout.one_by_one(num_ranks)
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)

@@ -150,8 +150,12 @@ class Documents(SequenceLayout):
     cu_seqlens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        lengths: Iterable = self.cu_seqlens
-        ends = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+        lengths: object = self.cu_seqlens
+        if isinstance(lengths, Tensor):
+            lengths = lengths.tolist()
+        if not isinstance(lengths, Iterable):
+            raise TypeError(f"cu_seqlens must be integers, got {shown(lengths)}")
+        ends = tuple([integer("cu_seqlens", end, kind="integers") for end in lengths])
         if not ends or ends[0] != 0 or any(end < begin for begin, end in pairwise(ends)):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
         object.__setattr__(self, "cu_seqlens", ends)

@@ -126,7 +126,8 @@ def methods_for(
     if methods := [name for name in suited if name != "ulysses" or heads_q % num_ranks == 0]:
         return methods
     if suited:
-        raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks, got {heads_q}")
+        why = " (alibi_slopes leave only method='ulysses')" if method == "auto" else ""
+        raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks{why}, got {heads_q}")
     when = " where keys after a query are seen" if names[0] == "gather" else ""
     raise NotImplementedError(
         f"alibi_slopes is not supported with method={names[0]!r}{when}: pass method='ulysses'"
