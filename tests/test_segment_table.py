@@ -50,7 +50,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.running.compiler import load_kernel
-from fa3.schedules.order import END, ONLY, PackedPart
+from fa3.schedules.order import END, ONLY, NumberedPart
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder
 from fa3.schedules.split import FIELDS, RaggedSegments
 from fa3.schedules.stretches import (
@@ -126,7 +126,7 @@ def test_every_block_of_every_tile_is_in_one_segment(seed):
         parts = sorted(one[1:] for one in segments if one[0] == number)
         assert [part[0] for part in parts] == [begin, *(part[1] for part in parts[:-1])]
         assert parts[-1][1] == begin + count
-        packed = [PackedPart(part[2]) for part in parts]
+        packed = [NumberedPart(part[2]) for part in parts]
         assert all(one.num_parts == len(parts) for one in packed)
         if len(parts) > 1:
             assert [one.slot - one.first_slot for one in packed] == list(range(len(parts)))
@@ -216,7 +216,7 @@ def test_tables_of_all_gpus_have_room():
     signature = signature_with(SPEC, gpu=replace(gpu, num_sms=MOST_SPLIT_CTAS + 1))
     assert not splits(1, 1, 512, 9000)
     columns = columns_of([(0, (1 << 30) - 9)], MOST_SPLIT_CTAS)
-    parts = [PackedPart(part) for column in columns for *_, part in column]
+    parts = [NumberedPart(part) for column in columns for *_, part in column]
     assert [part.num_parts for part in parts] == [255] * 255
     assert max(part.number for part in parts) < 1 << 31 and parts[-1].slot == 254
 
@@ -311,7 +311,7 @@ class Step(NamedTuple):
         assert 0 < num_tiles <= self.heads[0] * self.capacity
         assert {one[0] for one in found} == set(range(num_tiles))
         for number in range(num_tiles):
-            parts = [PackedPart(one[3]) for one in found if one[0] == number]
+            parts = [NumberedPart(one[3]) for one in found if one[0] == number]
             assert {part.num_parts for part in parts} == {len(parts)}
 
 

@@ -80,8 +80,8 @@ def check_undifferentiated(name: str) -> None:
 
 def cannot_be_traced() -> NotImplementedError:
     return NotImplementedError(
-        "a graph is being traced (torch.compile, torch.export, make_fx or a FakeTensorMode), in "
-        "which no operator stands for this call: call it outside of the graph"
+        "a graph is being traced (torch.compile, torch.export, make_fx or a FakeTensorMode). This "
+        "call cannot be part of one: call it outside of the graph"
     )
 
 

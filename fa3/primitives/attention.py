@@ -153,11 +153,11 @@ class Attention:
         """The sums of O, which are rescaled when the row max grows."""
         return (self.regs.acc_O,)
 
-    def follow(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool):
+    def update_row_max(self, scores: cute.Tensor, shifts: tuple | None, n_block, masked: bool):
         """Adapt row maxima to a block, and rescale O."""
         if self.softmax.online_max:
             accs = [as_rows_and_columns(acc) for acc in self.accs]
-            self.softmax.follow(scores, accs, lambda: warpgroup.wait_group(0), shifts)
+            self.softmax.update_row_max(scores, accs, lambda: warpgroup.wait_group(0), shifts)
         elif self.may_lack_row_max(masked):
             self.softmax.init_late_rows(scores, shifts, self.sees(n_block))
 
@@ -244,7 +244,7 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
-        self.follow(scores, shifts, n_block, masked)
+        self.update_row_max(scores, shifts, n_block, masked)
         may_hide = masked or self.rules.may_hide or self.may_lack_row_max(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
         drawn = self.draw(acc_S, n_block)

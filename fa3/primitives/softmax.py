@@ -188,7 +188,7 @@ class OnlineSoftmax:
         return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
 
     @cute.jit
-    def follow(
+    def update_row_max(
         self, scores, accs: cutlass.Constexpr, accs_ready: cutlass.Constexpr, shifts: tuple | None
     ):
         """Raise each row max that scores exceed too far; rescale accs.
@@ -338,7 +338,7 @@ class LowSoftmax(OnlineSoftmax):
         The bits of positive numbers order as integers do, and one instruction takes the largest of
         three integers. That finds scores above a limit, unless the limit is negative.
         """
-        # A little less than the slack, so that rounding hides no row that `follow` would raise.
+        # A little less than the slack, so that rounding hides no row whose maximum would be raised.
         room = (self.slack - 2.0**-10) * cute.arch.rcp_approx(self.scale_log2)
         rows, outgrown = range(cute.size(scores, mode=[0])), cutlass.Boolean(False)
         limits = [self.row_max[r] + room - (0.0 if shifts is None else shifts[r]) for r in rows]

@@ -21,7 +21,7 @@ from fa3.complaints import shown
 from fa3.primitives.arithmetic import LARGEST, Divisor, smaller
 from fa3.scores.masks import Blocks
 
-ONLY = 1  # `PackedPart.number` of a whole tile
+ONLY = 1  # `NumberedPart.number` of a whole tile
 MOST_PARTS = 256  # a tile has fewer parts than this
 
 MOST_SLOTS = 1 << 14
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     batch: int
 
 
-class PackedPart(NamedTuple):
+class NumberedPart(NamedTuple):
     """Which part of its tile a segment is, in one integer."""
 
     # `num_parts` + MOST_PARTS * (index of the part in its tile + MOST_PARTS * `slot`).
@@ -82,7 +82,7 @@ class Segment(NamedTuple):
     # one that the tile touches.
     begin: Any = None
     end: Any = None
-    part: PackedPart | Part = PackedPart()
+    part: NumberedPart | Part = NumberedPart()
     # Of packed sequences what their table has of the tile; None without a table.
     record: tuple | None = None
     number: int | None = None  # the tile's number in that table
@@ -496,7 +496,7 @@ def check_tiles(order: TileOrder, indices: np.ndarray, may_repeat: bool = False)
 
 
 def number_parts(index: np.ndarray) -> np.ndarray:
-    """Return `PackedPart.number` of segments sorted by tile and first key block.
+    """Return `NumberedPart.number` of segments sorted by tile and first key block.
     `index` is the number of each one's tile. All parts of tiles take the slots from 0 on."""
     num_parts = np.bincount(index)[index]
     is_part = num_parts > 1

@@ -23,7 +23,7 @@ from fa3.primitives.arithmetic import larger
 from fa3.schedules.order import (
     END,
     ONLY,
-    PackedPart,
+    NumberedPart,
     Segment,
     Segments,
     TableCursor,
@@ -195,7 +195,7 @@ def assign_greedily(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray,
 
 
 FIELDS = 4
-"""Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
+"""Integers of a segment in the table: tile, first and end key block, `NumberedPart.number`."""
 
 MERGE_US = 3.5
 """Microseconds that the part of a tile takes in addition that is done last, and merges all. The cut
@@ -310,7 +310,7 @@ class SplitTiles(TableSchedule):
 
     def segment(self, cursor: TableCursor) -> Segment:
         index, first_block, end_block, part = cursor.entry
-        return Segment(self.order.tile(index), first_block, end_block, PackedPart(part))
+        return Segment(self.order.tile(index), first_block, end_block, NumberedPart(part))
 
 
 class RaggedSegmentsCursor(NamedTuple):
@@ -349,7 +349,7 @@ class RaggedSegments(SplitTiles):
     def segment(self, cursor: RaggedSegmentsCursor) -> Segment:
         index, first_block, end_block, part = cursor.entry
         whole = segment_of(index, cursor.head, cursor.record)
-        return whole._replace(begin=first_block, end=end_block, part=PackedPart(part))
+        return whole._replace(begin=first_block, end=end_block, part=NumberedPart(part))
 
 
 def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:

@@ -100,7 +100,7 @@ class Stretches(NamedTuple):
         return TileCut(start, begin, blocks, owner, cuts, 0)
 
     def segment(self, tile: TileCut, cta) -> tuple:
-        """A CTA's key blocks of a tile, and its `PackedPart.number`."""
+        """A CTA's key blocks of a tile, and its `NumberedPart.number`."""
         number = cta - tile.owner
         first = either(number > 0, self.end(cta - 1) - tile.start, 0)
         end = either(number < tile.cuts, self.end(cta) - tile.start, tile.blocks)
