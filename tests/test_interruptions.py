@@ -43,7 +43,7 @@ NAMES = (
 )  # fmt: skip
 VALUES = dict.fromkeys("qkvo", Q) | dict.fromkeys(NAMES) | {"softmax_scale": 1.0, "seqlen_new": 0}
 PACKED_VALUES = dict.fromkeys("qkvo", Q[0]) | {
-    "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_k": 0,
+    "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_k": 0, "longest": (5, 5),
 }  # fmt: skip
 PACKED_VALUES = VALUES | PACKED_VALUES
 
@@ -132,9 +132,9 @@ with pytest.MonkeyPatch.context() as stubs:
 CALLS = {
     "decode": lambda: DECODES.attend(dict(PACKED_VALUES)),
     "dense": lambda: DENSE.attend(dict(VALUES)),
-    "packed": lambda: ALONE.attend(dict(PACKED_VALUES), SIZES),
-    "split on the GPU": lambda: SPLITS.attend(dict(PACKED_VALUES), SIZES),
-    "shared tiles": lambda: SHARES.attend(dict(PACKED_VALUES), SIZES),
+    "packed": lambda: ALONE.attend(dict(PACKED_VALUES)),
+    "split on the GPU": lambda: SPLITS.attend(dict(PACKED_VALUES)),
+    "shared tiles": lambda: SHARES.attend(dict(PACKED_VALUES)),
 }
 
 

@@ -142,7 +142,7 @@ class PreparedPlan(NamedTuple):
         table = None if plan.table is None else Table.upload(plan.table, device)
         return cls(plan, Prepared.of(launches or plan.launches(), plan.memory, table))
 
-    def attend(self, values: dict[str, Any], sizes: None = None) -> None:
+    def attend(self, values: dict[str, Any]) -> None:
         """Write out and, unless None, the log-sum-exp; there are queries and keys.
         `values` are of the call, by name; see `PreparedAttention.attend`."""
         if self.prepared is not None:
@@ -196,13 +196,23 @@ class PackedCall:
                 prepared(routes.SHARED, 0)
         return cls(signature, decode_plan, prepared if on_gpu else None)
 
-    def attend(self, values: dict[str, Any], sizes: PackedSizes) -> None:
+    def sizes(self, values: dict[str, Any]) -> PackedSizes:
+        """What the host knows of the lengths."""
+        (total_q, heads, _), batch = values["q"].shape, values["cu_seqlens_q"].shape[0] - 1
+        if self.signature.call == routes.CACHE:
+            longest_q, longest_k = values["max_seqlen_q"], self.signature.capacity
+            return PackedSizes(batch, heads, total_q, 0, longest_q, longest_k)
+        total_k, (longest_q, longest_k) = values["k"].shape[0], values["longest"]
+        longest = min(longest_q, total_q), min(longest_k, total_k)
+        return PackedSizes(batch, heads, total_q, total_k, *longest)
+
+    def attend(self, values: dict[str, Any]) -> None:
         """Write the rows of out and lse that belong to used queries.
         `values` are of the call, by name; see `PreparedAttention.attend`. Lengths of a cache have
-        the new keys. `sizes` bound the lengths."""
+        the new keys. `longest`, or of a cache `max_seqlen_q`, bounds the lengths."""
+        signature, sizes = self.signature, self.sizes(values)
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
-        signature = self.signature
         route = signature.route(sizes)
         if route.name == routes.ZEROS:
             hide_all_keys(values)
@@ -290,19 +300,19 @@ class EqualQueries(NamedTuple):
     """How calls on a cache with equally many queries run: packed."""
 
     packed: PackedCall
-    sizes: PackedSizes  # the same in all calls
     # Where sequences end, on a GPU. None if it would have been made during a capture: then each
     # call makes its own, which takes a launch.
     ends: Table | None
 
-    def attend(self, values: dict[str, Any], sizes: None = None) -> None:
+    def attend(self, values: dict[str, Any]) -> None:
         """Write out and, unless it is None, the log-sum-exp.
         `values` are of the call, by name; q, out and the log-sum-exp become packed ones."""
         q, out, lse = values["q"], values["o"], values["lse"]
         if self.ends is not None and q.device.index != current_device():
             with torch.cuda.device(q.device):
                 return self.attend(values)
-        (batch, seqlen, heads, _), rows = q.shape, self.sizes.total_q
+        batch, seqlen, heads, _ = q.shape
+        rows, values["max_seqlen_q"] = batch * seqlen, seqlen
         values["q"], values["o"] = (x.view(rows, heads, x.shape[3]) for x in (q, out))
         if self.ends is None:
             ends = torch.arange(0, rows + 1, seqlen, dtype=torch.int32, device=q.device)
@@ -313,7 +323,7 @@ class EqualQueries(NamedTuple):
         if lse is not None:
             # In a packed log-sum-exp, heads come first.
             packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
-        self.packed.attend(values, self.sizes)
+        self.packed.attend(values)
         if lse is not None and batch > 1:
             lse.copy_(packed.view(heads, batch, seqlen).transpose(0, 1))
         return None
@@ -375,4 +385,4 @@ def prepare_on_cache(
         return made
     if on_gpu and not is_capturing(device):
         ends = Table.upload(np.arange(0, sizes.total_q + 1, call.seqlen_q, dtype=np.int32), device)
-    return EqualQueries(made, sizes, ends)
+    return EqualQueries(made, ends)

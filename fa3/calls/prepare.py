@@ -25,7 +25,6 @@ from fa3.calls.call import (
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.execution import (
     EqualQueries,
-    PackedCall,
     PreparedPlan,
     packed_call,
     prepare_on_cache,
@@ -46,7 +45,7 @@ from fa3.calls.tuned_plans import plan_call
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning import routes
 from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, schedule_name
-from fa3.planning.routes import ZEROS, PackedSizes, Signature, choose_dense
+from fa3.planning.routes import ZEROS, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, Problem, Window
 from fa3.reference.append import HostAppend
@@ -198,23 +197,9 @@ class PreparedAttention:
             if ends_q is None or ends_q.shape[0] > 1:
                 hide_all_keys(values)
             return out, lse
-        sizes = None
-        if ends_q is not None and isinstance(self.kernels, PackedCall):
-            sizes = self.sizes(q, values["k"], ends_q.shape[0] - 1, longest)
-        self.kernels.attend(values, sizes)
+        values["longest"] = longest
+        self.kernels.attend(values)
         return out, lse
-
-    def sizes(
-        self, q: torch.Tensor, k: torch.Tensor, batch: int, longest: tuple[int, int] | None
-    ) -> PackedSizes:
-        """What the host knows of packed queries' and their keys' lengths."""
-        total_q, heads, _ = q.shape
-        if longest is None:
-            total_k, longest_q, longest_k = 0, self.description.seqlen_q, self.description.capacity
-        else:
-            total_k = k.shape[0]
-            longest_q, longest_k = min(longest[0], total_q), min(longest[1], total_k)
-        return PackedSizes(batch, heads, total_q, total_k, longest_q, longest_k)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
