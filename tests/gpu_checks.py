@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from fa3.calls.backward import preparation_of
-from fa3.calls.execution import packed_call
+from fa3.calls.execution import decode_alone, packed_call
 from fa3.calls.options import remembered_options
 from fa3.calls.prepare import prepare_call
 from fa3.running import memory
@@ -32,7 +32,8 @@ def captured(run: Callable[[], Results], **options) -> tuple[torch.cuda.CUDAGrap
 
 def forget_prepared_calls() -> None:
     """Have the next call of any kind prepared anew, and its backward pass."""
-    for remembered in (remembered_options, prepare_call, packed_call, preparation_of):
+    kernels = packed_call, decode_alone, preparation_of
+    for remembered in (remembered_options, prepare_call, *kernels):
         remembered.cache_clear()
 
 

@@ -82,9 +82,14 @@ def loaded(monkeypatch) -> Iterator[dict]:
     monkeypatch.setattr(devices, "gpu_of", lambda device: H200)
     # It would make a tensor on the GPU.
     monkeypatch.setattr(prepare, "Scales", SimpleNamespace(on=lambda *arguments: None))
-    execution.packed_call.cache_clear()
+    forget_kernels()
     yield found
+    forget_kernels()
+
+
+def forget_kernels() -> None:
     execution.packed_call.cache_clear()
+    execution.decode_alone.cache_clear()
 
 
 def dtype_of(model: Model) -> torch.dtype:
@@ -201,12 +206,12 @@ def met(monkeypatch):
     def of_cache(plan, *rest):
         found.update((launch.kernel, None) for launch in plan.launches())
 
-    def of_packed(call, values, sizes):
-        route = call.signature.route(sizes)
+    def of_packed(call, values):
+        route = call.signature.route(call.sizes(values))
         # Few calls have the kernels for tiles that the GPU splits.
         name = {SPLIT: FORWARD, BOTH_SPLIT: BOTH}.get(route.name, route.name)
-        of_route = call.signature, name, route.most_queries, call.decode_plan
-        found.update((launch.kernel, None) for launch in launches_of_route(*of_route))
+        launches = launches_of_route(call.signature, name, route.most_queries)
+        found.update((launch.kernel, None) for launch in launches)
 
     monkeypatch.setattr(execution, "execute", of_plan)
     monkeypatch.setattr(execution, "execute_decode", of_cache)

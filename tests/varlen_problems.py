@@ -94,10 +94,11 @@ def note_attending(monkeypatch) -> list:
     alone, "beside" where it has other sequences than the forward kernel, "forward"."""
     found: list = []
 
-    def of_packed(call, values, sizes):
-        route = call.signature.route(sizes)
+    def of_packed(call, values):
+        route = call.signature.route(call.sizes(values))
         if route.name == DECODE:
-            found.append(call.decode_plan(route.most_queries, False).sizes.seqlen_q)
+            plan = call.signature.decode_plan(route.most_queries, False)
+            found.append(plan.sizes.seqlen_q)
         elif route.has_forward:
             found.extend(["beside"] * (route.most_queries > 0) + ["forward"])
 

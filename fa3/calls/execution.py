@@ -169,8 +169,6 @@ class PackedCall:
     """What a call with packed queries leads to, whatever its lengths are."""
 
     signature: Signature  # what routes depend on; bounds of the window that any lengths may have
-    # `Signature.decode_plan`, remembered.
-    decode_plan: Callable[[int, bool], DecodePlan]
     # Gives the launches of a route with so many queries of the decode kernel. It loads kernels when
     # they are first asked for: those for many keys, or for split tiles, most calls never have.
     prepared: Callable[[str, int], Prepared] | None  # None on the CPU
@@ -178,23 +176,19 @@ class PackedCall:
     @classmethod
     def of(cls, signature: Signature, on_gpu: bool = False) -> "PackedCall":
         """Load the kernels that calls of any lengths are likely to need."""
-        decode_plan = functools.lru_cache(maxsize=REMEMBERED)(signature.decode_plan)
 
         @functools.lru_cache(maxsize=REMEMBERED)
         def prepared(name: str, most_queries: int) -> Prepared:
-            launches = routes.launches_of_route(signature, name, most_queries, decode_plan)
-            memory = (
-                decode_plan(most_queries, name != routes.DECODE).memory
-                if most_queries
-                else NO_MEMORY
-            )
+            launches, memory = routes.launches_of_route(signature, name, most_queries), NO_MEMORY
+            if most_queries:
+                memory = signature.decode_plan(most_queries, name != routes.DECODE).memory
             return Prepared.of(launches, memory)
 
         if on_gpu and signature.call == routes.PACKED:
             prepared(routes.FORWARD, 0)
             if signature.shared_tiling is not None:
                 prepared(routes.SHARED, 0)
-        return cls(signature, decode_plan, prepared if on_gpu else None)
+        return cls(signature, prepared if on_gpu else None)
 
     def sizes(self, values: dict[str, Any]) -> PackedSizes:
         """What the host knows of the lengths."""
@@ -232,7 +226,7 @@ class PackedCall:
             prepared.run(values, memory)
             return
         if route.most_queries:
-            plan = self.decode_plan(route.most_queries, route.has_forward)
+            plan = signature.decode_plan(route.most_queries, route.has_forward)
             execute_decode(plan, values, values["max_seqlen_k"] or plan.sizes.capacity)
         if route.has_forward or route.name == routes.SHARED:
             execute_packed(signature, values, route.most_queries)
@@ -329,6 +323,16 @@ class EqualQueries(NamedTuple):
         return None
 
 
+@functools.lru_cache(maxsize=REMEMBERED)
+def decode_alone(signature: Signature, most_queries: int, device: torch.device) -> PreparedPlan:
+    """How calls on a cache run that the decode kernel serves alone."""
+    plan = signature.decode_plan(most_queries, overlaps_forward=False)
+    if device.type == "cuda" and plan.cut.has_parts:
+        memory = torch.cuda.get_device_properties(device).total_memory
+        check_workspace(plan.workspace, plan.spec.head_dim_v, signature.capacity, memory)
+    return PreparedPlan.of(plan, device)
+
+
 packed_call = functools.lru_cache(maxsize=REMEMBERED)(PackedCall.of)
 """What calls with packed queries lead to, whatever the number of their sequences is."""
 
@@ -365,13 +369,7 @@ def prepare_on_cache(
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
         if not (call.is_packed and signature.may_split) or call.has_fp8_cache:
             signature = replace(signature, batch=call.batch)
-        made = packed_call(signature, on_gpu)
-        plan = made.decode_plan(most_queries, False)
-        if on_gpu and plan.cut.has_parts:
-            memory = torch.cuda.get_device_properties(device).total_memory
-            check_workspace(plan.workspace, call.head_dim_v, call.capacity, memory)
-        # Without a route to look up in each call.
-        return PreparedPlan(plan, made.prepared and made.prepared(routes.DECODE, most_queries))
+        return decode_alone(signature, most_queries, device)
     made = packed_call(signature, on_gpu)
     # Now, since no length may cause a compilation.
     routes_to_load, ends = [(name, most_queries)], None

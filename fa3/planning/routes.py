@@ -382,19 +382,16 @@ def choose_dense(
     return choose_route(signature, PackedSizes.of(problem), decode_is_faster)
 
 
-def launches_of_route(
-    signature: Signature, name: str, most_queries: int = 1, decode_plan: Callable | None = None
-) -> list[Launch]:
+def launches_of_route(signature: Signature, name: str, most_queries: int = 1) -> list[Launch]:
     """Return the launches of a route of packed queries.
-    Any `most_queries` have the same kernels, but many may take combine. `decode_plan` is given if
-    it is not the signature's."""
+    Any `most_queries` have the same kernels, but many may take combine."""
     if name in (NOTHING, ZEROS):
         return []
     if name == SHARED:
         return signature.shared_launches()
     decode: tuple[Launch, ...] = ()
     if name in (DECODE, BOTH, BOTH_SPLIT):
-        decode = (decode_plan or signature.decode_plan)(most_queries, name != DECODE).launches()
+        decode = signature.decode_plan(most_queries, name != DECODE).launches()
     if name == DECODE:
         return list(decode)
     table, main, *recompute = signature.launches(name in (SPLIT, BOTH_SPLIT), bool(decode))
