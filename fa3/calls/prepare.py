@@ -354,7 +354,16 @@ def query_step(options: Options) -> int:
     return int(options.window != Window())
 
 
-arguments_of_append = itemgetter(*AppendArguments._fields)  # picks them from values by name
+NAMES_OF_APPEND = {
+    "k": "k_new", "v": "v_new", "k_cache": "k", "v_cache": "v", "seqlens": "seqused_k",
+    "cu_seqlens": "cu_seqlens_k_new", "cos": "rotary_cos", "sin": "rotary_sin",
+    "q": "q_to_rotate", "cu_seqlens_q": "ends_to_rotate",
+}  # fmt: skip
+"""Names of `AppendArguments`, and what the call's values are called, where they differ."""
+
+arguments_of_append = itemgetter(
+    *(NAMES_OF_APPEND.get(name, name) for name in AppendArguments._fields)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,29 +387,27 @@ class PreparedAppend:
         kernel writes lengths. Otherwise `seqlen_new` says how many keys each sequence has beyond
         those.
         """
-        q, k = values["q"], values["k_new"]
-        cos, ends_q = values["rotary_cos"], values["cu_seqlens_q"]
-        seqlens, ends_new, total = values["seqused_k"], values["cu_seqlens_k_new"], None
+        q, ends_q = values["q"], values["cu_seqlens_q"]
+        total = rotated = None
         if self.writes_lengths:
-            values["seqused_k"] = total = seqlens.new_empty(seqlens.shape[0])
+            seqlens = values["seqused_k"]
+            total = seqlens.new_empty(seqlens.shape[0])
+        if values["rotary_cos"] is None:
+            q = ends_q = None
         else:
-            values["seqlen_new"] = k.shape[1]
-        rotated = None
-        if cos is not None:
             rotated = out
             if rotated is None or not self.rotates_in_out:
                 rotated = q.new_empty(*q.shape)
+        values["new_seqlens"], values["rotated"] = total, rotated
+        values["q_to_rotate"], values["ends_to_rotate"] = q, ends_q
+        values["query_step"] = self.query_step
+        self.kernel(*arguments_of_append(values))
+        if rotated is not None:
             values["q"] = rotated
-        arguments = {
-            "k": k, "v": values["v_new"], "k_cache": values["k"], "v_cache": values["v"],
-            "seqlens": seqlens, "new_seqlens": total, "cu_seqlens": ends_new, "cos": cos,
-            "sin": values["rotary_sin"], "batch_idx": values["batch_idx"],
-            "page_table": values["page_table"], "rotary_seqlens": values["rotary_seqlens"],
-            "q": None if cos is None else q, "rotated": rotated,
-            "cu_seqlens_q": None if cos is None else ends_q, "query_step": self.query_step,
-            "descales": values["descales"],
-        }  # fmt: skip
-        self.kernel(*arguments_of_append(arguments))
+        if total is None:
+            values["seqlen_new"] = values["k_new"].shape[1]
+        else:
+            values["seqused_k"] = total
 
 
 def check_vectors(call: AttentionCall) -> None:
