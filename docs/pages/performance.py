@@ -30,7 +30,12 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 RECORDS = ROOT / "benchmarks" / "results"
 
-GRID = ("h100-2026-11-27-grid", "h100-2026-11-27-peers")
+GRID = (
+    "h100-2026-11-27-forward256",
+    "h200-2026-11-27-forward256",
+    "h100-2026-11-27-grid",
+    "h100-2026-11-27-peers",
+)
 FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
 DECODE = ("h100-2026-11-27-heads", "h200-2026-11-27-peers")
 PACKED = ("h100-2026-11-27-grid", "h200-2026-11-27-peers")
@@ -59,8 +64,9 @@ records in `benchmarks/results`, and a test fails if it is out of date.
   One record is left out: a repeat of three decoding cells (`decode-again.csv`), which
   [benchmarks.md](benchmarks.md#decoding) shows.
 - H100s on 2026-11-27 ran the forward grid, gradients of few heads, of (192, 128) and of 256 causal
-  16k in bursts, and two packed cells. H200s on that day ran the other gradients in bursts, the
-  other packed cells and decoding. Few tiles and gradients under steady load are older.
+  16k in bursts, and two packed cells. H200s on that day ran four forward cells of 256, the other
+  gradients in bursts, the other packed cells and decoding. Few tiles and gradients under steady
+  load are older.
 - *Burst* and *steady load* are explained in [benchmarks.md](benchmarks.md), which also has the
   remaining figures. How everything is measured: [benchmarks/README.md](../benchmarks/README.md).
 """
