@@ -146,7 +146,7 @@ CALLS = {
     "window": CacheProblem((3000, 500), 4, heads_kv=2, group=4, window=(300, 0), page_size=64),
     "softcap": CacheProblem((700,), 2, heads_kv=2, group=4, softcap=15.0, causal=True),
     "alibi, sinks": CacheProblem((700, 5), 2, heads_kv=2, group=4, alibi=1, sinks="float32"),
-    "chunk": CacheProblem((1500, 700), 300, heads_kv=2, group=4, causal=True, head_dim=128),
+    "chunk": CacheProblem((300, 90), 300, (300, 9), True, group=2, causal=True, page_size=64),
 }
 
 
