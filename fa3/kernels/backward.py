@@ -13,19 +13,20 @@ accumulator in memory. CTAs without a key tile left convert it to 16 bits.
 S and dP are computed transposed, keys by queries: then P^T and dS^T in registers are already the
 operands of dV and dK. dS goes through shared memory for dQ, which needs all keys of the tile.
 
-Roles per CTA (`fa3.kernels.backward_roles`)
-    warpgroup 0    producer       one warp loads Q and dO, one K and V; the reduce warp adds dQ to
-                                  the accumulator and signals finished key tiles; in a fixed order
-                                  the last warp signals these, and each block; 32 registers a
-                                  thread, 24 with `q_splits`
-    warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys
-                                  (`warpgroups_share_keys`), each half of the queries of S and dP,
-                                  and half of the columns of dK and dV; at the end the conversion of
-                                  dQ; 208 registers, 216 with `q_splits`
-    warpgroup 3    dQ             dQ = dS K of each block; at the end of a tile one warp stores dK
-                                  and dV; 64 registers, 56 with `q_splits`
+Roles per CTA (`fa3.kernels.backward_roles`), and registers of a thread, or with `q_splits`
+    warpgroup 0    producer, 32 or 24
+        warp 0     loads Q and dO
+        warp 1     loads K and V
+        warp 2     reduce warp: adds dQ to the accumulator, signals finished key tiles
+        warp 3     only in a fixed order: signals each block and, instead of warp 2, key tiles
+    warpgroup 1, 2 MMA warpgroups, 208 or 216
+                   dK and dV of 64 keys each. Or both have the same 64 keys
+                   (`warpgroups_share_keys`): each has half of the queries of S and dP, and half of
+                   the columns of dK and dV. At a CTA's end they convert dQ
+    warpgroup 3    dQ warpgroup, 64 or 56
+                   dQ = dS K of each block. At a tile's end one warp stores dK and dV
 
-BackwardPipelines (mbarriers)
+Pipelines (mbarriers; `BackwardPipelines`)
     pipeline_k   K of a tile                  k_stages   producer -> MMA and dQ, released when dK,
                                                          which takes its place, is stored
     pipeline_v   V of a tile                  1 stage    the same with dV

@@ -265,14 +265,14 @@ class Forward(AttentionKernel):
         if cutlass.const_expr(overlaps_decode is None):
             cute.arch.griddepcontrol_wait()
         elif overlaps_decode == 0:
-            # Otherwise the decode kernel, which waited, is all that may still run.
+            # If it is 1, the kernel before is the decode kernel. It waited for earlier ones itself.
             cute.arch.griddepcontrol_wait()
         producer_registers, consumer_registers = self.registers
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, schedule.for_producer(), cursor)
-            if cutlass.const_expr(self.format.rewriters):  # noqa: SIM102, joined both would be traced
+            if cutlass.const_expr(self.format.rewriters):  # noqa: SIM102, `and` would trace both
                 if warp_idx >= WARPS - self.format.rewriters:
                     self.rewrite(operands, smem, schedule, cursor)
         else:
@@ -446,8 +446,8 @@ class Forward(AttentionKernel):
             scale, scale_v = self.scales(operands, tile)
             if cutlass.const_expr(self.format.converts_q):
                 scale *= self.convert_q(smem, q_state, group, thread, out.barrier)
-            shown = mask.at(tile.batch, tile.head)
-            rules = ScorePipeline.of(scores, shown, coords, sequence, scale)
+            mask_of_head = mask.at(tile.batch, tile.head)
+            rules = ScorePipeline.of(scores, mask_of_head, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
             touched = self.blocks_of_rows(rules.mask, blocks, slab * ROWS, sequence)
             row_max = self.format.row_max(rules.bound)

@@ -110,7 +110,7 @@ class Fp8Products(SixteenBits):
 
 class Fp8Keys(SixteenBits):
     """16-bit q on an FP8 cache: K, V and q become fp16.
-    To bf16 K and V would take four times as many instructions: 15% of a call's time."""
+    Converting K and V to bf16 would take four times as many instructions: 15% of a call's time."""
 
     converts_q = True
 
