@@ -6,6 +6,7 @@ On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with
 import functools
 import math
 import os
+from bisect import bisect_right
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fa3
 from benchmarks import bench_distributed as bench
 from docs.examples import context_parallel
-from fa3.calls.options import Options
+from fa3.calls.options import DENSE, PACKED, Options
 from fa3.distributed import (
     SequenceLayout,
     attention,
@@ -699,24 +700,30 @@ class Striped(SequenceLayout):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("layout", [zigzag, contiguous, Striped()], ids=type)
+@pytest.mark.parametrize("layout", [zigzag, contiguous, Striped(), LENGTHS], ids=type)
 def test_parts_bring_what_is_seen(layout, num_ranks):
     """All ranks of exchanges by themselves: rows that are numbers."""
     windows = (-1, 0), (-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2), (5, -1)
-    for seqlen, window, by_ring in product((0, 1, 2, 7, 16, 33), windows, (False, True)):
-        chunks = layout.chunks(seqlen, num_ranks)
+    lengths, kind = ((41,), PACKED) if layout is LENGTHS else ((0, 1, 2, 7, 16, 33), DENSE)
+    for seqlen, window, by_ring in product(lengths, windows, (False, True)):
+        chunks, ends = layout.chunks(seqlen, num_ranks), (0, seqlen)
+        if layout is LENGTHS:
+            chunks, ends, _ = layout.one_by_one(num_ranks)
         held = [torch.tensor([row for one in x for row in one]) for x in chunks]
         seen, pairs = [[] for _ in range(seqlen)], 0
-        part = KeyPart(Options(Window(*window)), None, False)
-        own, steps = steps_of(chunks, (), part, by_ring)
+        part = KeyPart(Options(Window(*window), kind=kind), None, False)
+        own, steps = steps_of(chunks, ends, (), part, by_ring)
+        assert by_ring or max(map(len, own)) < 4  # not one for each document
         for keys, parts in ((held, own), *((moved_alone(x, held), parts) for x, parts in steps)):
             for rank in range(num_ranks):
                 add_seen(seen, parts[rank], held[rank], keys[rank])
                 pairs += sum(map(pairs_of, parts[rank]))
         assert pairs == sum(map(len, seen))
         for query, keys in enumerate(seen):
-            first = 0 if window[0] < 0 else max(query - window[0], 0)
-            last = seqlen if window[1] < 0 else min(query + window[1] + 1, seqlen)
+            end = bisect_right(ends, query)
+            first, last = ends[end - 1], ends[end]
+            first = first if window[0] < 0 else max(query - window[0], first)
+            last = last if window[1] < 0 else min(query + window[1] + 1, last)
             assert sorted(keys) == list(range(first, last))
 
 
@@ -732,10 +739,14 @@ def add_seen(seen, parts, held, keys):
     for part in parts:
         queries, there = held[part.rows].tolist(), keys[part.keys].tolist()
         left, right = part.options.window
-        for i, query in enumerate(queries):
-            place = i + len(there) - len(queries)
-            first = 0 if left < 0 else max(place - left, 0)
-            seen[query] += there[first : len(there) if right < 0 else max(place + right + 1, 0)]
+        for rows, count in part.lengths or ((len(queries), len(there)),):
+            for i, query in enumerate(queries[:rows]):
+                place = i + count - rows
+                first = 0 if left < 0 else max(place - left, 0)
+                last = count if right < 0 else min(max(place + right + 1, 0), count)
+                seen[query] += there[first:last]
+            queries, there = queries[rows:], there[count:]
+        assert not queries and not there
 
 
 def moved_alone(exchange, held):

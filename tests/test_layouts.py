@@ -57,12 +57,13 @@ def test_a_document_alone_is_a_zigzag():
 
 def test_only_the_longest_documents_are_cut():
     """The second of three; ranks have the others first."""
-    assert documents([0, 5, 21, 26]).chunks(26, 2) == (
-        (range(3), range(3, 5), range(21, 21), range(26, 26), range(5, 9), range(17, 21)),
-        (range(0), range(5, 5), range(21, 24), range(24, 26), range(9, 13), range(13, 17)),
-    )
-    expected = range(4), range(4, 8), range(8, 8), range(16, 16)
-    assert documents([0, 8, 16]).chunks(16, 2)[0] == expected
+    rows = rows_of(documents([0, 5, 21, 26]), 26, 2)
+    assert rows == [[*range(9), *range(17, 21)], [*range(21, 26), *range(9, 17)]]
+    assert rows_of(documents([0, 8, 16]), 16, 2) == [[*range(8)], [*range(8, 16)]]
+
+
+def test_first_chunks_of_documents_come_before_second_ones():
+    assert rows_of(documents([0, 8, 16]), 16, 4)[:2] == [[0, 8, 7, 15], [1, 9, 6, 14]]
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.sampled_from([1, 2, 3, 8]))

@@ -1,7 +1,6 @@
 """Attention in this process: a rank's queries, and keys that are here."""
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -9,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa3.calls.backward import BackwardCall, preparation_of
+from fa3.calls.backward import BackwardCall
 from fa3.calls.call import NO_VALUES, describe_tensors, prepare_without_lengths
-from fa3.calls.devices import gpu_for_call
 from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import Options, check_scale
 from fa3.calls.prepare import prepare_call
 from fa3.reference.backward import BackwardOperands, Wanted
-
-FourGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Of q, k, v and the sinks. They may be float32, which autograd rounds."""
 
 
 @dataclass(eq=False)
@@ -29,9 +24,9 @@ class KeyPart:
         rows: of this rank; keys: among those that come here together.
         merges: other parts have the same rows; this one is merged into the first of them.
         is_alone: no other part has gradients of these keys.
-        lengths: of packed sequences; their tensors have a batch of 1 all the same.
-        documents: that the part is of, where each has slopes of its own.
-        attention, gradients: what is launched, after the first time; ends: of packed sequences.
+        lengths: of packed sequences, rows and keys of each; documents: which ones they are.
+        attention, gradients: what is launched, after the first time.
+        ends: of packed sequences, of their rows and their keys.
     """
 
     options: Options
@@ -41,19 +36,15 @@ class KeyPart:
     keys: Any = field(default_factory=lambda: slice(None))  # None while it is not known
     merges: bool = False
     is_alone: bool = False
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None
     documents: tuple[int, ...] = ()
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
-    ends: Tensor | None = field(default=None, init=False)
-
-    def without_batch(self, tensors: Iterable[Tensor | None]) -> Iterable:
-        """Return tensors as the call takes them."""
-        return tensors if self.lengths is None else [None if x is None else x[0] for x in tensors]
+    ends: tuple[Tensor | None, Tensor | None] = field(default=(None, None), init=False)
 
     def slopes_of(self, slopes: Tensor | None) -> Tensor | None:
         """Return slopes of heads, or of the packed sequences' documents."""
-        if slopes is None or slopes.ndim == 1 or (self.lengths is None and not self.documents):
+        if slopes is None or slopes.ndim == 1 or self.lengths is None:
             return slopes
         return slopes.index_select(0, numbers_on(slopes.device, *self.documents))
 
@@ -61,49 +52,45 @@ class KeyPart:
         """Write out, or a new tensor; return it with the log-sum-exp.
         Tensors are q, k and v of the part alone, and out or None; modifiers alibi_slopes and
         sinks."""
-        q, k, v, out = self.without_batch(tensors)
+        q, k, v, out = tensors
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
         values = NO_VALUES | {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "sinks": sinks}
-        if self.ends is None and self.lengths is not None:
-            self.ends = numbers_on(q.device, 0, *accumulate(self.lengths))
-        values["cu_seqlens_q"] = values["cu_seqlens_k"] = self.ends
         if self.attention is None:
             self.prepare(values)
+        values["cu_seqlens_q"], values["cu_seqlens_k"] = self.ends
         values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks)
         values["dropout"], values["softmax_scale"] = None, self.gradients.softmax_scale
-        results: Any = self.attention.attend(values, self.gradients.longest, True)
-        return results if self.lengths is None else tuple(x[None] for x in results)
+        return self.attention.attend(values, self.gradients.longest, True)
 
     def prepare(self, values: dict[str, Any]) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
+        longest = None
+        if self.lengths is not None:
+            sides = [*zip(*self.lengths, strict=True)] or [(), ()]
+            longest = max(sides[0], default=0), max(sides[1], default=0)
+            ends = [numbers_on(values["q"].device, 0, *accumulate(x)) for x in sides]
+            values["cu_seqlens_q"], values["cu_seqlens_k"] = self.ends = ends[0], ends[1]
         call: Any = prepare_without_lengths(
             prepare_call, describe_tensors(values, self.options), self.options
         )
         scale = check_scale(self.softmax_scale, values["q"].shape[-1])
-        longest = None if self.lengths is None else (max(self.lengths, default=0),) * 2
-        prepare = preparation_of(
-            call.problem, gpu_for_call(values["q"].device, self.options.sm_margin)
-        )
-        self.gradients = BackwardCall(call.problem, longest, scale, self.deterministic, prepare)
-        self.attention = call
+        rest = scale, self.deterministic, call.prepare_backward
+        self.attention, self.gradients = call, BackwardCall(call.problem, longest, *rest)
 
     def backward(
         self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True, dq: Tensor | None = None
-    ) -> FourGradients:
+    ) -> tuple:
         """Return the gradients by `BackwardOperands`, with dq where it is given.
-        The log-sum-exp may be of more keys."""
+        The log-sum-exp may be of more keys. Autograd rounds gradients in float32."""
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
-        operands = BackwardOperands(*self.without_batch(tensors))
+        operands = BackwardOperands(*tensors)
         wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
         read = modifier_tensors(slopes, (), sinks)
-        lengths = self.ends, self.ends, None, None
-        grads: Any
-        (target,) = self.without_batch([dq])
-        *grads, d_sinks = self.gradients.gradients(operands, lengths, read, wanted, None, target)
-        if target is not None and grads[0] is not target:  # no kernel has run
-            target.copy_(grads[0])
-        dq, dk, dv = grads if self.lengths is None else [x[None] for x in grads]
-        return dq, dk, dv, d_sinks
+        lengths = *self.ends, None, None
+        grads = self.gradients.gradients(operands, lengths, read, wanted, None, dq)
+        if dq is not None and grads[0] is not dq:  # no kernel has run
+            dq.copy_(grads[0])
+        return grads
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,31 +2,23 @@
 
 import contextlib
 import functools
-import inspect
 import numbers
 from typing import Any
 
 import torch
 
 from fa3.calls.backward import wants_gradient
-from fa3.calls.call import AttentionCall, check_tensor, describe_tensors
+from fa3.calls.call import check_tensor, describe_tensors
 from fa3.calls.latest import FastPath
-from fa3.calls.operands import DTYPES, Operand
-from fa3.calls.options import (
-    DENSE,
-    PACKED,
-    Options,
-    check_scale,
-    checked_options,
-    integer,
-)
+from fa3.calls.operands import DTYPES
+from fa3.calls.options import DENSE, PACKED, Options, check_scale, checked_options, integer
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
-from fa3.distributed.hops import Hops, hops
+from fa3.distributed.hops import Hops
 from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.planning import methods_for, plan
 from fa3.distributed.transfer import num_rows_of
-from fa3.distributed.ulysses import Ulysses, ulysses
+from fa3.distributed.ulysses import Ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -103,15 +95,16 @@ def flash_attn_varlen_func(
     Returns:
         as `flash_attn_func`, without the batch. It also raises the same errors.
     """
-    arguments = SIGNATURE.bind(q, k, v, layout=layout, **options)
-    arguments.apply_defaults()
-    return attend_over_ranks(arguments.arguments, is_packed=True)
+    if unknown := options.keys() - DEFAULTS.keys():
+        raise TypeError(f"flash_attn_varlen_func has no arguments {sorted(unknown)}")
+    named = {"q": q, "k": k, "v": v, "layout": layout} | DEFAULTS | options
+    return attend_over_ranks(named, is_packed=True)
 
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
 MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
 ASKED = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
-SIGNATURE = inspect.signature(flash_attn_func)
+DEFAULTS = flash_attn_func.__kwdefaults__ or {}
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -126,9 +119,6 @@ def attend_over_ranks(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the result of a public function of its arguments, by name."""
     groups, seqlen = groups_of(named.pop("group")), named["seqlen"]
-    if is_packed:
-        tensors = {name: named[name] for name in "qkv" if isinstance(named[name], torch.Tensor)}
-        named |= {name: x[None] for name, x in tensors.items()}
     q, k, v, slopes, sinks = [named[name] for name in OPERANDS]
     # The first call of NCCL hangs if a rank has nothing to send.
     least = 2 * groups[0].size()
@@ -150,9 +140,6 @@ def attend_over_ranks(
         out, lse = OverRanks.apply(run, run_back, q, k, v, sinks)
     else:
         out, lse, _ = method.forward(q, k, v, modifiers, returns_lse)
-    if is_packed:
-        # Not out[0], whose gradient would be copied.
-        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if returns_lse else out
 
 
@@ -170,7 +157,7 @@ def method_of(
     if compares:
         asked = {name: without_rows(value) for name, value in named.items()}
         total = agree_on_rows(
-            named["layout"], groups[0], 0 if error else named["q"].shape[1], asked, error
+            named["layout"], groups[0], 0 if error else named["q"].shape[-3], asked, error
         )
         if seqlen not in (None, total):
             raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
@@ -181,7 +168,7 @@ def method_of(
 
 
 def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
-    """Check named arguments; return tensors' descriptions, options, layout and method.
+    """Check named arguments; return their description, options, layout and method.
     The sizes are of groups as in `method_of`."""
     layout, method, kind = named["layout"], named["method"], PACKED if is_packed else DENSE
     check_sequence_layout(layout)
@@ -201,18 +188,16 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
         raise NotImplementedError("q must be in 16 bits over ranks, got torch.float8_e4m3fn")
     for name, x in zip("qkv", tensors, strict=False):
-        if isinstance(x, torch.Tensor) and x.ndim != 4:
-            shape = tuple(x.shape[is_packed:])
-            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
+        if isinstance(x, torch.Tensor) and x.ndim != 4 - is_packed:
+            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {tuple(x.shape)}")
     q, k, v, slopes, sinks = tensors
     call = describe_tensors(dict(zip(OPERANDS, tensors, strict=True)), Options(kind=DENSE))
-    described = tuple([getattr(call, name) for name in OPERANDS])
     asked = {name: named[name] for name in ASKED}
     asked["has_gradient"] = wants_gradient(q, k, v, sinks)
     options, _, deterministic, *_ = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
-    check_call(described, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
-    rest = q.shape[2], options.window, slopes is not None
+    check_call(call, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
+    rest = q.shape[-2], options.window, slopes is not None
     if len(sizes) > 1:
         if method == "ulysses":
             raise ValueError("method must be gather, ring or auto over a mesh of 2 dimensions")
@@ -220,25 +205,23 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
         methods_for("ulysses", sizes[2], *rest)
     methods_for(method, sizes[0], *rest)
     part = options._replace(kind=kind), named["softmax_scale"], deterministic
-    return described, part, layout, method
+    return call, part, layout, method
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def check_call(described: tuple[Operand, ...], sequences: int) -> None:
+def check_call(call: Any, sequences: int) -> None:
     """Raise unless the tensors fit together, for so many sequences."""
-    q, k, v, *_ = described
+    q, k, v = call.q, call.k, call.v
     for name, one in (("k", k), ("v", v)):
-        if one.shape[1] != q.shape[1]:
-            raise ValueError(f"{name} must have {q.shape[1]} rows like q, got {one.shape[1]}")
+        if one.shape[-3] != q.shape[-3]:
+            raise ValueError(f"{name} must have {q.shape[-3]} rows like q, got {one.shape[-3]}")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
-    named: dict[str, Any] = dict(zip(OPERANDS, described, strict=True))
-    call = AttentionCall(**(named | {"kind": DENSE}))
     q.check_dtype("q", *DTYPES)
     # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
     k.check_same_kind("k", q)
     v.check_same_kind("v", q)
-    sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[2], "q")}
+    sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[-2], "q")}
     check_tensor(call, "alibi_slopes", sizes)
     check_tensor(call, "sinks", sizes)
 
@@ -247,31 +230,32 @@ def check_call(described: tuple[Operand, ...], sequences: int) -> None:
 def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     """Return what computes a call, prepared as far as possible."""
     described, part, layout, method = call
-    ((batch, rows, heads, columns), _, _, device), (of_v, *_) = described[0], described[2]
-    *_, heads_kv, columns_v = of_v
+    (*batch, rows, heads, columns), _, dtype, device = described.q
+    *_, heads_kv, columns_v = described.v.shape
     num_ranks, rank, window = groups[0].size(), groups[0].rank(), part[0].window
     chunks = layout.chunks(seqlen, num_ranks)
+    ends: tuple[int, ...] = 0, seqlen
     order: tuple[int, ...] = ()
     if rows != (wanted := num_rows_of(chunks)[rank]):
         raise ValueError(f"q must have {wanted} of {seqlen} rows by {layout}, got {rows}")
     if method == "auto":
         asked = seqlen, num_ranks, heads, heads_kv, columns, columns_v
-        named = {"window_size": window, "has_slopes": described[3] is not None}
+        named = {"window_size": window, "has_slopes": described.alibi_slopes is not None}
         method = plan(layout, *asked, **named).method
     if isinstance(layout, Documents):
-        chunks, order = layout.one_by_one(num_ranks)
+        chunks, ends, order = layout.one_by_one(num_ranks)
     sizes = (heads, columns), (heads_kv, columns), (heads_kv, columns_v)
-    kind = batch, sizes, described[0].dtype, device, described[0].dtype
-    of = RankCall(chunks, groups[0], rank, KeyPart(*part), order, *kind)
+    kind = tuple(batch), sizes, dtype, device, dtype
+    of = RankCall(chunks, groups[0], rank, KeyPart(*part), ends, order, *kind)
     if method == "ulysses" or len(groups) > 1:
-        return ulysses(of, method == "ring", *groups[1:])
-    return hops(of, method == "ring")
+        return Ulysses(of, method == "ring", *groups[1:])
+    return Hops(of, method == "ring")
 
 
 def without_rows(value: object) -> object:
     """Return what ranks must agree on: no rows and values of tensors."""
     if not isinstance(value, torch.Tensor):
         return value
-    shape = [size for i, size in enumerate(value.shape) if value.ndim != 4 or i != 1]
+    shape = [size for i, size in enumerate(value.shape) if i != value.ndim - 3]
     gradient = " with a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
     return f"{value.dtype} {shape} on {value.device.type}{gradient}"

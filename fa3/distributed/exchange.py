@@ -41,7 +41,9 @@ class RankCall(NamedTuple):
 
     Attributes:
         chunks: of each rank, as `SequenceLayout.chunks` returns them; rank: in the group.
-        part: with what is asked for; order: numbers of documents, as ranks have them, or none.
+        part: with what is asked for; ends: of documents, or of the sequence.
+        order: numbers of documents, as ranks have them, or none.
+        batch: as the first dimension of tensors, or none of documents.
         sizes: heads and columns of q, k and v; dkv_dtype: of dK and dV.
     """
 
@@ -49,8 +51,9 @@ class RankCall(NamedTuple):
     group: dist.ProcessGroup
     rank: int
     part: KeyPart
+    ends: tuple[int, ...]
     order: tuple[int, ...]
-    batch: int
+    batch: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device

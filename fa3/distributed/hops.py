@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa3.distributed.alone import FourGradients, KeyPart
+from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import RankCall
 from fa3.distributed.steps import steps_of
 from fa3.distributed.transfer import Transfer
@@ -30,38 +30,34 @@ class Hop:
 
     Attributes:
         coming, going: bring keys here, and gradients back; None for this rank's own.
+        used: this rank's keys, see `RowExchange.rows_from`.
     """
 
     parts: list[KeyPart]
     coming: Transfer | None = None
     going: Transfer | None = None
+    used: Sequence = ()
 
     def start_back(self, terms: Terms, like: Tensor) -> Callable[[], Terms]:
         """Begin to bring gradients of keys back to their ranks.
         Return what waits for the gradients of this rank's rows, from here and from other ranks."""
-        if (coming := self.coming) is None or (going := self.going) is None:
+        if self.coming is None or (going := self.going) is None:
             return lambda: terms
-        total = coming.exchange.totals[going.rank]
-        sums = added_up(terms, like, total, going.kinds)
+        sums = added_up(terms, like, self.coming.exchange.totals[going.rank], going.kinds)
         wait = going.start(sums)
 
         def finish() -> Terms:
-            results, arrived, begin = Terms(), wait(), 0
-            for source, target, rows, places in coming.exchange.moves:
-                if source == target == going.rank:
-                    results.append((rows, [x[:, places] for x in sums]))
-                elif source == going.rank:
-                    end = begin + rows.stop - rows.start
-                    results.append((rows, [x[:, begin:end] for x in arrived]))
-                    begin = end
-            return results
+            return [
+                (rows, [at_rows(x, places) for x in tensors])
+                for tensors, moved in zip((sums, wait()), self.used, strict=True)
+                for rows, places in moved
+            ]
 
         return finish
 
 
-@dataclass(frozen=True)
 class Hops:
-    """Keys come to each rank, the next ones while it computes.
+    """Gather, or a ring: keys come while ranks compute.
 
     Attributes:
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
@@ -69,9 +65,20 @@ class Hops:
         dkv_dtype: of dK and dV.
     """
 
-    hops: Sequence[Hop]
-    keeps: bool
-    dkv_dtype: torch.dtype
+    def __init__(self, call: RankCall, by_ring: bool) -> None:
+        rank, (of_q, *sizes) = call.rank, call.sizes
+        local, steps = steps_of(call.chunks, call.ends, call.order, call.part, by_ring)
+        self.keeps = keeps_keys(call.part, len(call.chunks), of_q[0], sizes[0][0])
+        self.dkv_dtype, is_alone = call.dkv_dtype, not steps and len(local[rank]) == 1
+        self.hops = [Hop([replace(x, is_alone=x.is_alone or is_alone) for x in local[rank]])]
+        kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
+        for number, (exchange, parts) in enumerate(steps):
+            # Hops in a row have other memory.
+            back = exchange.gradients(), kinds[1]
+            going = call.transfer(*back, number=2 + number, is_free=not self.keeps)
+            coming = call.transfer(exchange, kinds[0], number=number % 2)
+            self.hops.append(Hop(parts[rank], coming, going, exchange.rows_from(rank)))
+        leave_sms(self.hops)
 
     def arrivals(
         self, there: Sequence[Sequence[Tensor]], step: int
@@ -92,20 +99,21 @@ class Hops:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
-        lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:3], v.shape[3])
+        lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:-1], v.shape[-1])
         kept, total = list[Tensor](), None
         # Copy engines want rows without gaps.
         for hop, keys in self.arrivals([(k.contiguous(), v.contiguous())], 1):
             for part in hop.parts:
-                rows, read = part.rows, [q[:, part.rows], *(x[:, part.keys] for x in keys)]
+                rows = part.rows
+                read = at_rows(q, rows), *(at_rows(x, part.keys) for x in keys)
                 if not part.merges:
-                    _, lse = part.forward((*read, out[:, rows]), modifiers)
+                    _, lse = part.forward((*read, at_rows(out, rows)), modifiers)
                     lses.append((rows.start, lse))
                     continue
                 if total is None:
                     total, lses = out.float(), [(0, lse_of_rows(lses))]
                 more = part.forward((*read, None), (None, None))
-                merge_into(total[:, rows], lses[0][1][:, :, rows], *more)
+                merge_into(at_rows(total, rows), at_rows(lses[0][1], rows, -1), *more)
             if self.keeps or not hop.coming:
                 # Other calls write to memory that ranks share.
                 is_shared = hop.coming and hop.coming.in_shared_memory
@@ -116,7 +124,7 @@ class Hops:
 
     def backward(
         self, modifiers: tuple, d_out: Tensor, d_lse: Tensor | None, *saved: Tensor
-    ) -> FourGradients:
+    ) -> tuple:
         """Return the gradients, by out and the log-sum-exp of all keys.
         This rank's own keys come last, while gradients go back to other ranks."""
         merges = any(part.merges for hop in self.hops for part in hop.parts)
@@ -130,11 +138,13 @@ class Hops:
             hop_terms = Terms()
             for part in hop.parts[::-1]:
                 rows = part.rows
-                lse = lses[0][:, :, rows].contiguous() if merges else lses.pop()
-                tensors: list[Any] = [q[:, rows], *(x[:, part.keys] for x in keys), out[:, rows]]
-                tensors += [lse, d_out[:, rows]]
-                tensors += [None if d_lse is None else d_lse[:, :, rows]]
-                target, read = (None, (None, None)) if part.merges else (dq[:, rows], modifiers)
+                lse = at_rows(lses[0], rows, -1).contiguous() if merges else lses.pop()
+                tensors: list[Any] = [at_rows(q, rows), *(at_rows(x, part.keys) for x in keys)]
+                tensors += [at_rows(out, rows), lse, at_rows(d_out, rows)]
+                tensors += [None if d_lse is None else at_rows(d_lse, rows, -1)]
+                target, read = None, (None, None)
+                if not part.merges:
+                    target, read = at_rows(dq, rows), modifiers
                 fp32 = not part.is_alone or self.dkv_dtype == torch.float32
                 part_dq, *dkv, more = part.backward(tensors, read, fp32, target)
                 if more is not None:
@@ -146,36 +156,43 @@ class Hops:
             finish = finish_next
         key_terms += finish()
         if merges:
-            (dq,) = added_up(query_terms, q, q.shape[1], [(*q.shape[2:], q.dtype)])
-        kinds = [(*x.shape[2:], self.dkv_dtype) for x in there[0]]
-        dk, dv = added_up(key_terms, q, there[0][0].shape[1], kinds)
+            (dq,) = added_up(query_terms, q, q.shape[-3], [(*q.shape[-2:], q.dtype)])
+        kinds = [(*x.shape[-2:], self.dkv_dtype) for x in there[0]]
+        dk, dv = added_up(key_terms, q, q.shape[-3], kinds)
         return dq, dk, dv, d_sinks
+
+
+def at_rows(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
+    """Return some rows of a tensor."""
+    count = rows.stop - rows.start
+    return x if count == x.shape[dim] else x.narrow(dim, rows.start, count)
 
 
 def lse_of_rows(lses: list[tuple[int, Tensor]]) -> Tensor:
     """Return all rows' log-sum-exp from the parts', each with its first row."""
     parts = [lse for _, lse in sorted(lses, key=lambda one: one[0])]
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 def added_up(terms: Terms, like: Tensor, total: int, kinds: Sequence) -> Sequence[Tensor]:
-    """Return sums of terms, (batch, total, heads, columns) of these kinds.
+    """Return sums of terms, (*batch, total, heads, columns) of these kinds.
     Rows of no term are 0. A single term that has all rows is the sum."""
     if [(rows, *(x.dtype for x in tensors)) for rows, tensors in terms] == [
         (slice(0, total), *(dtype for *_, dtype in kinds))
     ]:
         return terms[0][1]
-    results = [like.new_empty(len(like), total, *x, dtype=dtype) for *x, dtype in kinds]
+    batch = like.shape[:-3]
+    results = [like.new_empty(*batch, total, *x, dtype=dtype) for *x, dtype in kinds]
     edges = {edge for rows, _ in terms for edge in (rows.start, rows.stop)}
     for (begin, end), i in product(pairwise(sorted(edges | {0, total})), range(len(kinds))):
         addends = [
-            x[i][:, begin - rows.start : end - rows.start]
+            at_rows(x[i], slice(begin - rows.start, end - rows.start))
             for rows, x in terms
             if rows.start <= begin and end <= rows.stop
         ]
         while len(addends) > 2:
             addends.append(addends.pop().float() + addends.pop())
-        place = results[i][:, begin:end]
+        place = at_rows(results[i], slice(begin, end))
         if len(addends) == 2:
             torch.add(*addends, out=place)
         elif addends:
@@ -190,26 +207,8 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     both = torch.logaddexp(lse, part_lse)
     # Where no key is seen, the difference is NaN.
     weight = (part_lse - both).exp_().nan_to_num_(0.0)
-    out.lerp_(part.float(), weight.transpose(1, 2)[..., None])
+    out.lerp_(part.float(), weight.mT[..., None])
     lse.copy_(both)
-
-
-def hops(call: RankCall, by_ring: bool) -> Hops:
-    """Return what computes a call by gather, or by a ring."""
-    chunks, rank, sizes = call.chunks, call.rank, call.sizes[1:]
-    local, steps = steps_of(chunks, call.order, call.part, by_ring)
-    keeps = keeps_keys(call.part, len(chunks), call.sizes[0][0], sizes[0][0])
-    is_alone = not steps and len(local[rank]) == 1
-    results = [Hop([replace(x, is_alone=x.is_alone or is_alone) for x in local[rank]])]
-    for number, (exchange, parts) in enumerate(steps):
-        # Hops in a row have other memory.
-        kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
-        back = exchange.gradients(), kinds[1]
-        going = call.transfer(*back, number=2 + number, is_free=not keeps)
-        coming = call.transfer(exchange, kinds[0], number=number % 2)
-        results.append(Hop(parts[rank], coming, going))
-    leave_sms(results)
-    return Hops(results, keeps, call.dkv_dtype)
 
 
 def leave_sms(hops: Sequence[Hop]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fa3.calls.options import integer
 from fa3.complaints import shown
 from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, groups_of
-from fa3.distributed.transfer import Runs, num_rows_of, with_begins
+from fa3.distributed.transfer import Runs, exchange_of, num_rows_of
 
 
 def check_sequence_layout(layout: object) -> None:
@@ -70,9 +70,8 @@ class SequenceLayout:
             parts = [torch.empty_like(sent) for _ in chunks]
             dist.all_gather(parts, sent, group)
             whole = rows.new_empty(total, *rows.shape[1:])
-            for part, held in zip(parts, chunks, strict=True):
-                for chunk, begin in with_begins(held):
-                    whole[chunk.start : chunk.stop] = part[begin : begin + len(chunk)]
+            for rank, _, held, at in exchange_of(chunks, ((range(total),),)).moves:
+                whole[at] = parts[rank][held]
             return whole, ()
 
         def run_back(gradient: Tensor) -> tuple[Tensor]:
@@ -104,8 +103,9 @@ def length_of(x: Tensor, dim: int) -> int:
 def dealt(rows: range, shares: Sequence[int]) -> Runs:
     """Return two chunks for each rank, with its share of rows.
     The first chunks follow each other, then the others in reverse. So under a causal mask a row is
-    as much work on each rank."""
-    lengths = [x - x // 2 for x in shares] + [x // 2 for x in shares[::-1]]
+    as much work on each rank. If one rank has all, its second chunk is empty."""
+    seconds = [x // 2 * (max(shares) < sum(shares)) for x in shares]
+    lengths = [x - y for x, y in zip(shares, seconds, strict=True)] + seconds[::-1]
     chunks = [range(*ends) for ends in pairwise(accumulate(lengths, initial=rows.start))]
     return tuple((chunks[i], chunks[-1 - i]) for i in range(len(shares)))
 
@@ -141,7 +141,7 @@ class Documents(SequenceLayout):
 
     As few documents are cut as give all ranks the same rows, but for one, and 2% more work than the
     mean at most. They are cut as by `Zigzag`, but ranks may have more or fewer rows of them. A rank
-    has its whole documents first.
+    has its whole documents first, then the others' first chunks.
 
     Attributes:
         cu_seqlens: (documents + 1,) integers; the host waits for a tensor on a GPU.
@@ -161,7 +161,7 @@ class Documents(SequenceLayout):
         object.__setattr__(self, "cu_seqlens", ends)
 
     def chunks(self, seqlen: int, num_ranks: int) -> Runs:
-        """Return two chunks of each document for each rank; whole documents first."""
+        """Return each rank's chunks: whole documents, others' first chunks, their second ones."""
         if seqlen != self.cu_seqlens[-1]:
             raise ValueError(
                 f"seqlen must be {self.cu_seqlens[-1]}, where cu_seqlens ends, got {seqlen}"
@@ -169,10 +169,11 @@ class Documents(SequenceLayout):
         order, shares = self.shares(num_ranks)
         return chunks_of([self.cu_seqlens[i] for i in order], shares, num_ranks)
 
-    def one_by_one(self, num_ranks: int) -> tuple[Runs, tuple[int, ...]]:
-        """Return chunks of documents in the ranks' order, and their numbers."""
+    def one_by_one(self, num_ranks: int) -> tuple[Runs, tuple[int, ...], tuple[int, ...]]:
+        """Return chunks of documents in the ranks' order, their ends and numbers."""
         order, shares = self.shares(num_ranks)
-        return chunks_of(accumulate(map(sum, shares), initial=0), shares, num_ranks), tuple(order)
+        ends = tuple(accumulate(map(sum, shares), initial=0))
+        return chunks_of(ends, shares, num_ranks), ends, tuple(order)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a value that holds no tensors
     def shares(self, num_ranks: int) -> tuple[list[int], list[list[int]]]:
@@ -190,9 +191,11 @@ class Documents(SequenceLayout):
 
 
 def chunks_of(begins: Iterable[int], shares: list[list[int]], num_ranks: int) -> Runs:
-    """Return each rank's chunks of documents that begin there."""
+    """Return each rank's first chunks of documents, then the second ones."""
     dealt_out = [dealt(range(x, x + sum(y)), y) for x, y in zip(begins, shares, strict=False)]
-    return tuple(tuple(x for one in dealt_out for x in one[rank]) for rank in range(num_ranks))
+    return tuple(
+        tuple(one[rank][i] for i in range(2) for one in dealt_out) for rank in range(num_ranks)
+    )
 
 
 def shares_of(lengths: list[int], num_cut: int, num_ranks: int) -> list[list[int]] | None:

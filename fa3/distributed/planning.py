@@ -86,7 +86,8 @@ def plan(
     chunks = layout.chunks(seqlen, num_ranks)
     kind = PACKED if isinstance(layout, Documents) else DENSE
     part = KeyPart(Options(window, has_gradient=True, kind=kind), None, False)
-    local, steps = steps_of(chunks, range(len(layout.cu_seqlens)), part, methods == ["ring"])
+    ends = layout.cu_seqlens if kind == PACKED else (0, seqlen)
+    local, steps = steps_of(chunks, ends, (), part, methods == ["ring"])
     parts = [list(chain(*x)) for x in zip(local, *(of_ranks for _, of_ranks in steps), strict=True)]
     pairs = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
     rows, alone = sum(x.most_received() for x, _ in steps), sum(pairs)

@@ -7,84 +7,73 @@ ring: the same, but from a rank at a time.
 Source: Llama Team (arXiv 2407.21783), section 3.3.2; Liu et al., Ring Attention (arXiv 2310.01889).
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, product, takewhile
-from operator import add
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
-import torch
-
-from fa3.calls.options import DENSE, PACKED
+from fa3.calls.options import PACKED
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.transfer import (
     Placed,
     RowExchange,
     Runs,
     exchange_of,
-    num_rows_of,
     together,
     with_begins,
 )
 from fa3.problem import NO_BOUND, Window
 
-KeyStep = tuple[RowExchange, list[list[KeyPart]]]
-"""Keys that come to ranks together, and each rank's parts that see them."""
-
 
 def steps_of(
-    chunks: Runs, order: Sequence[int], part: KeyPart, by_ring: bool
-) -> tuple[list[list[KeyPart]], list[KeyStep]]:
-    """Return each rank's parts with its own keys, and steps with others'.
-    The order has the documents' numbers."""
-    local, cut = whole_and_cut(chunks, order, part)
-    steps = list[KeyStep]()
+    chunks: Runs, ends: Sequence[int], order: Sequence[int], part: KeyPart, by_ring: bool
+) -> tuple[list[list[KeyPart]], list[tuple[RowExchange, list[list[KeyPart]]]]]:
+    """Return ranks' parts with their own keys, and steps with others'.
+    Documents end there; the order has their numbers, if there are any."""
+    local, steps = [list[KeyPart]() for _ in chunks], []
+    documents = documents_of(chunks, ends, order, part)
     for step in range(len(chunks) if by_ring else 1):
         parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
         for rank in range(len(chunks)):
             source = (rank - step) % len(chunks) if by_ring else None
-            seen = list(chain(*(document.parts(rank, source) for document in cut)))
+            seen = list(chain(*(one.parts(rank, source) for one in documents if one.held[rank])))
             local[rank] += [one for _, one in seen if one.keys]
             lacking = [x for x in seen if not x[1].keys]
             wanted.append(together(sorted((keys for keys, _ in lacking), key=lambda x: x.start)))
             places = with_begins(wanted[-1])
-            parts.append(with_joined(replace(x, keys=placed(keys, places)) for keys, x in lacking))
+            for keys, one in lacking:
+                one.keys = placed(keys, places)
+            parts.append(with_joined(one for _, one in lacking))
         if any(wanted):
             steps.append((exchange_of(chunks, tuple(wanted)), parts))
+    for rank, held in enumerate(chunks):
+        if not any(held):  # a rank without rows has an empty part
+            is_packed = part.options.kind == PACKED
+            empty: Any = {"rows": slice(0, 0), "keys": slice(0, 0), "is_alone": True}
+            local[rank] = [replace(part, lengths=() if is_packed else None, **empty)]
     return [with_joined(x) for x in local], steps
 
 
-def whole_and_cut(
-    chunks: Runs, order: Sequence[int], part: KeyPart
-) -> tuple[list[list[KeyPart]], list["CutDocument"]]:
-    """Return each rank's whole documents, a packed part, and cut ones.
-    Each one that is cut is a sequence of its own."""
-    is_packed, most = part.options.kind == PACKED, max(map(len, chunks))
-    size = 2 if is_packed else max(1, most)  # chunks of a document or sequence, on each rank
-    documents = [[held[i : i + size] for held in chunks] for i in range(0, most, size)]
-    rows = [num_rows_of(held) for held in documents]
-    num_whole = len(list(takewhile(lambda x: max(x) == sum(x), rows))) * is_packed
-    # Rows before each document, on each rank.
-    begins = [*accumulate(rows, lambda x, y: tuple(map(add, x, y)), initial=(0,) * len(chunks))]
-    local, cut = list[list[KeyPart]](), list[CutDocument]()
-    for rank in range(len(chunks)):
-        whole = [i for i in range(num_whole) if rows[i][rank]]
-        lengths = tuple(rows[i][rank] for i in whole)
-        named: Any = {"documents": tuple(order[i] for i in whole), "is_alone": True}
-        named |= dict.fromkeys(("rows", "keys"), slice(0, sum(lengths)))
-        one = replace(part, lengths=lengths if is_packed else None, **named)
-        # A rank without rows has an empty part.
-        local.append([one] if whole or not begins[-1][rank] else [])
-    for i, held in enumerate(documents[num_whole:], num_whole):
-        runs = [with_begins(together(x), y) for x, y in zip(held, begins[i], strict=True)]
-        options = part.options._replace(kind=DENSE)
-        one = replace(part, options=options, documents=tuple(order[i : i + 1]))
-        cut.append(CutDocument(one, whole_of(chain(*held)), runs))
-    return local, cut
+def documents_of(
+    chunks: Runs, ends: Sequence[int], order: Sequence[int], part: KeyPart
+) -> list["Document"]:
+    """Return documents, or the one sequence, with each rank's rows of them."""
+    held = [[Placed() for _ in chunks] for _ in ends[1:]]
+    whole = tuple(map(range, ends, ends[1:]))
+    for rank, _, rows, at in exchange_of(chunks, (whole,)).moves:
+        runs = held[bisect_right(ends, at.start) - 1][rank]
+        runs.append((range(at.start, at.stop), rows.start))
+    results = []
+    for i, document in enumerate(whole):
+        is_alone = part.options.kind == PACKED and sum(map(bool, held[i])) == 1
+        one = replace(part, documents=tuple(order[i : i + 1]), is_alone=is_alone)
+        results.append(Document(one, document, held[i]))
+    return results
 
 
-class CutDocument(NamedTuple):
-    """A document that is cut, or a sequence.
+class Document(NamedTuple):
+    """A document, or a sequence.
 
     Attributes:
         part: without rows and keys; whole: all rows; held: each rank's rows, with their places.
@@ -99,23 +88,20 @@ class CutDocument(NamedTuple):
         Parts have places of keys that are on the rank."""
         runs, window = self.held[rank], self.part.options.window
         key_runs = [self.whole] if source is None else [run for run, _ in self.held[source]]
-        if runs and rank == source and window.left < 0 and window.right <= 0:
+        follow = all(x + len(run) == y for (run, x), (_, y) in pairwise(runs))
+        if rank == source and window.left < 0 and window.right <= 0 and follow:
             # A rank's chunks are in order, so a causal mask is right inside of them.
             key_runs = [range(sum(map(len, key_runs)))]
             runs = [(key_runs[0], runs[0][1])]
-        for key_run, (run, _) in product(key_runs, runs):
+        for (run, _), key_run in product(runs, key_runs):
             rows, keys, seen = seen_by(run, key_run, window)
             if keys:
                 sees_itself = key_run.start <= run.start and run.stop <= key_run.stop
                 at: Any = {"rows": placed(rows, runs), "keys": placed(keys, runs)}
+                if self.part.options.kind == PACKED:
+                    at["lengths"] = ((len(rows), len(keys)),)
                 options = self.part.options._replace(window=seen)
                 yield keys, replace(self.part, options=options, merges=not sees_itself, **at)
-
-
-def whole_of(chunks: Iterable[range]) -> range:
-    """Return neighbouring chunks as one."""
-    begins, ends = zip(*((x.start, x.stop) for x in chunks), strict=True)
-    return range(min(begins), max(ends))
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:
@@ -146,29 +132,56 @@ def placed(rows: range, runs: Placed) -> slice | None:
 
 
 def with_joined(parts: Iterable[KeyPart]) -> list[KeyPart]:
-    """Return parts, with those joined that see all of neighbouring keys."""
+    """Return parts, with those joined that one call attends to."""
     results = list[KeyPart]()
     for part in sorted(parts, key=lambda part: part.merges):
-        last = results[-1] if results else part
-        is_whole = bool(results) and part.options.window == Window(NO_BOUND, NO_BOUND)
-        is_whole = is_whole and part.options == last.options
-        if is_whole and part.keys == last.keys and last.rows.stop == part.rows.start:
-            results[-1] = replace(last, rows=slice(last.rows.start, part.rows.stop))
-        elif is_whole and part.rows == last.rows and last.keys.stop == part.keys.start:
-            results[-1] = replace(last, keys=slice(last.keys.start, part.keys.stop))
+        for i, last in enumerate(results):
+            if last.options == part.options and (both := joined(last, part)):
+                results[i] = both
+                break
         else:
             results.append(part)
     return results
 
 
+def joined(one: KeyPart, other: KeyPart) -> KeyPart | None:
+    """Return parts with the same options as one, or None.
+    They see all of neighbouring keys, or are packed sequences."""
+    rows, keys = slice(one.rows.start, other.rows.stop), slice(one.keys.start, other.keys.stop)
+    follows, gap = one.rows.stop == other.rows.start, other.keys.start - one.keys.stop
+    named: Any = {"rows": rows, "keys": keys}
+    are_neighbours = (follows and one.keys == other.keys) or (one.rows == other.rows and not gap)
+    if are_neighbours and one.options.window == Window(NO_BOUND, NO_BOUND):
+        size = rows.stop - rows.start, keys.stop - keys.start
+        return replace(one, lengths=one.lengths and (size,), **named)
+    if one.lengths is None or other.lengths is None or not follows or gap < 0:
+        return None
+    if (one.is_alone, one.merges) != (other.is_alone, other.merges):
+        return None
+    # Keys between them are of a sequence without queries.
+    between = [((0, gap),)] * (gap > 0), [one.documents[-1:]] * (gap > 0)
+    named["lengths"] = sum((*between[0], other.lengths), one.lengths)
+    return replace(one, documents=sum((*between[1], other.documents), one.documents), **named)
+
+
 def pairs_of(part: KeyPart) -> int:
     """Return how many pairs of query and key a part has."""
-    (left, right), rows, keys = part.options.window, part.rows, part.keys
-    lengths, pairs = part.lengths, 0
-    sizes = [(rows.stop - rows.start, keys.stop - keys.start)]
-    for num_rows, num_keys in sizes if lengths is None else zip(lengths, lengths, strict=True):
-        places = torch.arange(num_keys - num_rows, num_keys)
-        first = places - left if left >= 0 else 0 * places
-        last = places + right + 1 if right >= 0 else 0 * places + num_keys
-        pairs += int((last.clamp(max=num_keys) - first.clamp(min=0)).clamp(min=0).sum())
+    (left, right), pairs = part.options.window, 0
+    sizes = ((part.rows.stop - part.rows.start, part.keys.stop - part.keys.start),)
+    for num_rows, num_keys in sizes if part.lengths is None else part.lengths:
+        after = num_keys - num_rows  # the first row is at this key
+        pairs += num_rows * num_keys
+        if right >= 0:
+            pairs -= num_rows * num_keys - clamped(after + right + 1, num_rows, num_keys)
+        if left >= 0:
+            pairs -= clamped(after - left, num_rows, num_keys)
     return pairs
+
+
+def clamped(first: int, count: int, most: int) -> int:
+    """Return the sum of integers from `first`, within 0 and `most`."""
+    sums = []
+    for end in (first, first + count):
+        within = min(max(end, 0), most)
+        sums.append(within * (within - 1) // 2 + most * max(end - most, 0))
+    return sums[1] - sums[0]

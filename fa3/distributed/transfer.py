@@ -46,6 +46,14 @@ class RowExchange(NamedTuple):
                 moves.append((target, source, places, slice(begin, totals[source])))
         return RowExchange(tuple(totals), tuple(moves))
 
+    def rows_from(self, rank: int) -> tuple[list[tuple[slice, slice]], ...]:
+        """Return a rank's rows that it uses itself, and that others use.
+        Each has its places there, or its gradients' here."""
+        stay = [(rows, at) for source, target, rows, at in self.moves if source == target == rank]
+        leaving = [x for x in self.moves if x[0] != x[1]]
+        back = zip(leaving, self.gradients().moves, strict=True)
+        return stay, [(one[2], other[3]) for one, other in back if one[0] == rank]
+
     def most_received(self) -> int:
         """Return the most rows that a rank gets from others."""
         rows = [0] * len(self.totals)
@@ -85,14 +93,14 @@ def together(runs: Iterable[range]) -> tuple[range, ...]:
     return tuple(results)
 
 
-def with_begins(runs: Sequence[range], first: int = 0) -> Placed:
-    """Return runs, each with the rows before it, from `first` on."""
-    return list(zip(runs, accumulate(map(len, runs), initial=first), strict=False))
+def with_begins(runs: Sequence[range]) -> Placed:
+    """Return runs, each with the number of rows before it."""
+    return list(zip(runs, accumulate(map(len, runs), initial=0), strict=False))
 
 
 @dataclass
 class Transfer:
-    """An exchange of tensors (batch, rows, heads, columns), again and again.
+    """An exchange of tensors (*batch, rows, heads, columns), again and again.
 
     Attributes:
         kinds: heads, columns and dtype of each tensor, as it comes from a rank.
@@ -107,7 +115,7 @@ class Transfer:
     exchange: RowExchange
     kinds: Sequence[tuple[int, int, torch.dtype]]
     group: dist.ProcessGroup
-    batch: int
+    batch: tuple[int, ...]
     device: torch.device
     number: int
     is_free: bool = False
@@ -118,13 +126,16 @@ class Transfer:
         # the other rank. Copy engines take what is contiguous, so each sequence is a piece.
         self.own, self.leaving, self.coming = list[Any](), list[Any](), list[Any]()
         self.rank = self.group.rank()
+        sequences: list[Any] = [*product(*map(range, self.batch))]
+        if len(sequences) == 1:
+            sequences = [(slice(None),) * len(self.batch)]  # a view less for the host
         for (source, target, rows, places), (i, (heads, *_)), sequence in product(
-            self.exchange.moves, enumerate(self.kinds), range(self.batch)
+            self.exchange.moves, enumerate(self.kinds), sequences
         ):
-            first = target * heads if self.heads == "split" else 0
-            here = sequence, rows, slice(first, first + heads)
+            shares = [slice(target * heads, target * heads + heads)] * (self.heads == "split")
+            here = *sequence, rows, *shares
             # What is joined comes from each rank apart.
-            there = *[source] * (self.heads == "join"), sequence, places
+            there = *[source] * (self.heads == "join"), *sequence, places
             if source == target == self.rank:
                 self.own.append((i, here, there, source))
             elif source == self.rank:
@@ -137,7 +148,7 @@ class Transfer:
     def shapes(self, total: int) -> list[tuple[int, ...]]:
         """Return the shapes of what comes, with so many rows."""
         first = [self.group.size()] * (self.heads == "join")
-        return [(*first, self.batch, total, *sizes) for *sizes, _ in self.kinds]
+        return [(*first, *self.batch, total, *sizes) for *sizes, _ in self.kinds]
 
     def start(self, tensors: Sequence[Tensor], meets: bool = False) -> Callable[[], list[Tensor]]:
         """Begin after the current stream's work; return what waits for tensors.
@@ -153,7 +164,7 @@ class Transfer:
             places = [results[i][there] for i, _, there, _ in self.own]
         if places:
             torch._foreach_copy_(places, [tensors[i][here] for i, here, *_ in self.own])
-        return wait if self.heads != "join" else lambda: [torch.cat([*x], 2) for x in wait()]
+        return wait if self.heads != "join" else lambda: [torch.cat([*x], -2) for x in wait()]
 
     def send(self, tensors: Sequence[Tensor], results: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to send messages."""
