@@ -4,6 +4,7 @@ import gc
 import re
 import tracemalloc
 import weakref
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -240,16 +241,20 @@ def test_calls_of_two_kinds_in_turn_are_right():
 
 def test_only_what_comes_again_is_remembered():
     latest, tensors = FastPath(), {"q": torch.zeros(4), "k": None, "v": torch.zeros(2)}
-    alignments = dict.fromkeys("qkv", 1)
-    for outcome in ("one", "other", "one"):
-        latest.remember(tensors, alignments, (), outcome)
-        assert latest.find(tensors) == UNKNOWN
-    latest.remember(tensors, alignments, ("q",), "one")
+    other = tensors | {"k": torch.zeros(1)}
+    remember = partial(latest.remember, alignments=dict.fromkeys("qkv", 1), growing=("q",))
+    for _ in range(2):
+        for kind, outcome in (tensors, "one"), (other, "other"):
+            assert latest.find(kind) == UNKNOWN
+            remember(kind, outcome=outcome)
+    assert latest.find(other)[0] == "other"
     assert latest.find(tensors) == ("one", [tensors["q"].data_ptr(), tensors["v"].data_ptr()])
     assert latest.find(tensors | {"q": torch.zeros(5)})[0] == "one"
-    assert latest.find(tensors | {"v": torch.zeros(3)}) == UNKNOWN
-    assert latest.find(tensors | {"k": torch.zeros(1)}) == UNKNOWN
-    assert latest.find(tensors | {"v": None}) == UNKNOWN
+    for unlike in (tensors | {"v": torch.zeros(3)}, tensors | {"v": None}):
+        assert latest.find(unlike) == UNKNOWN
+    for i in range(9):
+        remember(tensors, outcome=f"new {i}")
+    assert latest.find(tensors) == UNKNOWN
 
 
 def test_the_stride_of_a_single_number_is_not_that_of_several():

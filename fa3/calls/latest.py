@@ -1,9 +1,9 @@
-"""The latest call with some options; calls like it skip description.
+"""The latest calls with some options; calls like these skip description.
 
 To describe its tensors takes a call most of its time. In a model, tensors of layers and steps
 differ only in addresses and, where rows are packed, in rows. `FastPath` compares a call's tensors
-with the previous call's through the guards of torch.compile, all in one call of C++. Calls
-that differ in more are described (`fa3.calls.operands`), looked up and are the latest from then on.
+with a few earlier calls' tensors through the guards of torch.compile, in one call of C++ for each.
+Calls that differ in more are described (`fa3.calls.operands`) and looked up.
 """
 
 import functools
@@ -26,41 +26,47 @@ Outcome = TypeVar("Outcome")
 MOST_PLACES = 128
 """Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
 
+MOST_REMEMBERED = 4
+"""Calls with the same options that others are compared with. Where calls of two or three shapes
+came in turn, a call took the host 47 and 42 us with one of them, 22 and 28 with four."""
+
 MOST_MISSES = 8  # calls in a row that differ from what is remembered, until it is forgotten
 UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be described
 
 
 class FastPath(Generic[Outcome]):
-    """The latest call with the same options; threads may share it.
+    """The latest calls with the same options; threads may share it.
 
     Attributes:
-        remembered: what calls are compared with.
-        described: what the latest call led to that was described. Only when it comes again right
-            away it is remembered: that takes as long as to describe a call three times.
+        remembered: what calls are compared with, and what it led to; the latest found comes first.
+        described: what the latest calls led to that were described. Only when one of them comes
+            again it is remembered: that takes as long as to describe a call three times.
         misses: calls since the last one that was found. After some, what is remembered is
-            forgotten, so that calls of two kinds in turn are not compared for nothing.
+            forgotten, so that calls of ever new kinds are not compared for nothing.
     """
 
     __slots__ = ("described", "misses", "remembered")
 
     def __init__(self) -> None:
         self.misses = 0
-        self.described: Outcome | None = None
-        self.remembered: tuple[Callable[[Mapping], list[int] | None], Outcome] | None = None
+        self.described: tuple[Outcome, ...] = ()
+        self.remembered: tuple[tuple[Callable[[Mapping], list[int] | None], Outcome], ...] = ()
 
     def find(self, values: Mapping[str, Any]) -> tuple[Outcome | None, Sequence[int]]:
-        """Return the latest call's outcome, and addresses, if tensors are alike.
+        """Return an earlier call's outcome, and addresses, if tensors are alike.
 
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
         """
-        if self.remembered is None:
-            return UNKNOWN
-        compare, outcome = self.remembered
-        begins = compare(values)
-        if begins is None:
-            return UNKNOWN
-        self.misses = 0
-        return outcome, begins
+        remembered = self.remembered
+        for one in remembered:
+            compare, outcome = one
+            begins = compare(values)
+            if begins is not None:
+                self.misses = 0
+                if one is not remembered[0]:
+                    self.remembered = one, *(other for other in remembered if other is not one)
+                return outcome, begins
+        return UNKNOWN
 
     def remember(
         self,
@@ -73,9 +79,9 @@ class FastPath(Generic[Outcome]):
         """Keep what a call led to that was described and found valid."""
         self.misses += 1
         if self.misses > MOST_MISSES:
-            self.remembered = None
-        if self.described is not outcome:
-            self.described = outcome
+            self.remembered = ()
+        if not any(one is outcome for one in self.described):
+            self.described = outcome, *self.described[: MOST_REMEMBERED - 1]
             return
         tensors = {name: values[name] for name in alignments if values[name] is not None}
         if any(
@@ -85,7 +91,8 @@ class FastPath(Generic[Outcome]):
             for name, one in tensors.items()
         ):
             return
-        self.remembered = comparison(tensors, alignments, growing), outcome
+        one = comparison(tensors, alignments, growing), outcome
+        self.remembered = one, *self.remembered[: MOST_REMEMBERED - 1]
 
 
 def comparison(
