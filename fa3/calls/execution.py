@@ -362,9 +362,11 @@ def prepare_on_cache(
     name, most_queries, _ = routes.choose_route(signature, sizes)
     if name == routes.DECODE:
         signature = replace(
-            signature, has_packed_queries=call.is_packed, has_fp8_q=call.q.dtype == FP8_DTYPE,
+            signature,
+            has_packed_queries=call.is_packed,
+            has_fp8_q=call.q.dtype == FP8_DTYPE,
             appends=call.k_new is not None and not call.is_packed,
-        )  # fmt: skip
+        )
         # The number of packed sequences and their most queries change in every step. So it does not
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
         if not (call.is_packed and signature.may_split) or call.has_fp8_cache:

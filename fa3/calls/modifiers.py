@@ -33,9 +33,10 @@ def functions_of(
     functions = {"score": score, "mask": mask}
     tensors = {
         f"{kind}.{name}": tensor
-        for kind, one in functions.items() if one is not None
+        for kind, one in functions.items()
+        if one is not None
         for name, tensor in tensors_of(one)
-    }  # fmt: skip
+    }
     templates = [None if one is None else Template.of(one) for one in functions.values()]
     scores = () if score is None else (templates[0],)
     return UserFunctions(scores, templates[1], tuple(tensors)), tuple(tensors.values())

@@ -299,9 +299,10 @@ def check_of_addresses(
             if -lengths[j] < distance < lengths[i]:
                 one, other = (
                     placed[place].with_rows(rows[growing[place][0]])
-                    if place in growing else placed[place]
+                    if place in growing
+                    else placed[place]
                     for place in (i, j)
-                )  # fmt: skip
+                )
                 if share_bytes(one, other, distance):
                     raise ValueError(
                         f"{named[i]} must not overlap {named[j]}: it is written in a call "

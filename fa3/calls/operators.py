@@ -406,9 +406,11 @@ def check_results(call: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.T
     gradients = tuple(in_memory(name, call[name]) for name in ("d_out", "d_lse"))
     described_q = describe("q", q)
     for name, tensor, (shape, dtype), alignment in (
-        ("out", call["out"], out_is, ALIGNMENT), ("lse", lse, lse_is, torch.float32.itemsize),
-        ("d_out", gradients[0], out_is, 1), ("d_lse", gradients[1], lse_is, 1),
-    ):  # fmt: skip
+        ("out", call["out"], out_is, ALIGNMENT),
+        ("lse", lse, lse_is, torch.float32.itemsize),
+        ("d_out", gradients[0], out_is, 1),
+        ("d_lse", gradients[1], lse_is, 1),
+    ):
         if tensor is not None or name in ("out", "lse"):
             operand = describe(name, tensor, alignment)
             operand.check_dtype(name, dtype)

@@ -143,9 +143,11 @@ def checked_options(kind: str, window_size: Sequence[int], asked: Mapping[str, A
     if kind == DENSE and named["has_gradient"] and named["pack_gqa"] is None:
         named["pack_gqa"] = False
     options = Options(
-        check_window(as_pair(window_size), named["causal"]), has_dropout=dropout_p > 0, kind=kind,
+        check_window(as_pair(window_size), named["causal"]),
+        has_dropout=dropout_p > 0,
+        kind=kind,
         **{name: named[name] for name in Options._fields if name in named},
-    )  # fmt: skip
+    )
     return Checked(options, named["return_lse"], named["deterministic"], dropout_p, FastPath())
 
 

@@ -264,9 +264,10 @@ def problem_posed_by(
     slopes, sinks, score, mask = modifiers
     functions, _ = functions_of(q, score, mask)
     options = checked_options(
-        DENSE, window_size,
+        DENSE,
+        window_size,
         {"causal": causal, "softcap": softcap, "dropout_p": dropout_p, "functions": functions},
-    ).options  # fmt: skip
+    ).options
     q.check_rank("q")
     slopes, sinks = (
         None if tensor is None else describe(name, tensor, 1, name == "sinks")

@@ -93,9 +93,7 @@ def quantize(
     refuse_gradients({"q": q, "k": k, "v": v})
     ends = cu_seqlens_q, cu_seqlens_k
     is_packed = not (cu_seqlens_q is cu_seqlens_k is None)
-    tensors = {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if is_packed and transpose_v:
         raise NotImplementedError("transpose_v must be False with packed sequences, got True")
     options = Options(kind=PACKED if is_packed else DENSE)

@@ -251,9 +251,11 @@ def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     lengths: dict[str, Any] = {}
     if call.cum_seq_q is not None:
         lengths = {
-            "cu_seqlens_q": call.cum_seq_q, "cu_seqlens_k": call.cum_seq_k,
-            "max_seqlen_q": call.max_q, "max_seqlen_k": call.max_k,
-        }  # fmt: skip
+            "cu_seqlens_q": call.cum_seq_q,
+            "cu_seqlens_k": call.cum_seq_k,
+            "max_seqlen_q": call.max_q,
+            "max_seqlen_k": call.max_k,
+        }
     *grads, _ = run_backward(
         d_out=call.grad_out, d_lse=None, q=q, k=k, v=v, out=call.out,
         lse=call.logsumexp.contiguous(), softmax_scale=call.scale, causal=call.is_causal,

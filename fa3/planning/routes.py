@@ -246,9 +246,11 @@ class Signature:
             has_cache=self.cache is not None,
         )  # fmt: skip
         named = {
-            "window_left": window.left, "window_right": window.right, "num_ctas": self.gpu.num_sms,
+            "window_left": window.left,
+            "window_right": window.right,
+            "num_ctas": self.gpu.num_sms,
             **dict.fromkeys(OF_KEYS),
-        }  # fmt: skip
+        }
         table = Launch.of(kernel, TileTableArguments, **named)
         values: dict[str, Any] = {"schedule_state": FromCall("table")}
         if splits:
@@ -278,8 +280,9 @@ class Signature:
         again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
         # Softcaps have no tensors, so the mask's comes first.
         values: dict[str, Any] = {
-            "schedule_state": FromCall("tiles"), "modifiers": FromCall("shared_modifiers"),
-        }  # fmt: skip
+            "schedule_state": FromCall("tiles"),
+            "modifiers": FromCall("shared_modifiers"),
+        }
         return [
             Launch.of(table, MultiSequenceTableArguments, **rows),
             self.launch_of(shared, **values),

@@ -46,8 +46,10 @@ def show_demo(options: argparse.Namespace) -> None:
     if on_hopper:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             us = time_in_turn({"fa3": attend, "cuDNN": partial(torch_attention, q, k, v)})
-        rates = (f"{name:6} {t / 1e3:7.3f} ms {problem.flops / t / 1e6:6.0f} TFLOP/s"
-                 for name, t in us.items())  # fmt: skip
+        rates = (
+            f"{name:6} {t / 1e3:7.3f} ms {problem.flops / t / 1e6:6.0f} TFLOP/s"
+            for name, t in us.items()
+        )
         paragraph("How fast is it, under steady load?", "\n".join(rates))
     picture = f"{options.png.resolve()}: one row for each SM or cluster, one bar for each tile."
     try:

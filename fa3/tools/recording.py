@@ -139,11 +139,9 @@ def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
 def planned_segments(plan: Plan) -> dict[tuple, tuple[Segment, Cost]]:
     """The segments of a plan, with what they should cost."""
     return {
-        segment_key(plan, span.segment.tile, span.segment.begin, span.segment.end): (
-            span.segment, span.cost,
-        )
-        for span in plan.simulate().spans
-    }  # fmt: skip
+        segment_key(plan, segment.tile, segment.begin, segment.end): (segment, cost)
+        for _, _, segment, cost in plan.simulate().spans
+    }
 
 
 def segment_key(plan: Plan, tile: Tile, begin: int, end: int) -> tuple:

@@ -36,7 +36,6 @@ LEAST_SHARE = 0.01
 """Share by which a plan must be faster than the planner's choice to be kept instead: two
 measurements of one plan may differ by so much."""
 
-
 GRAPH_US = 4000  # work inside one graph: no host time shows
 LOAD_S = 0.3  # seconds of work before the first round: then the power cap sets the clock
 ROUNDS = 7
@@ -89,8 +88,9 @@ def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
     }
     choice, *rest = us
     limit = HOPELESS * min(us.values())
-    by_name = {plan.name: plan for plan in (choice, *sorted(rest, key=us.__getitem__))
-               if us[plan] <= limit}  # fmt: skip
+    by_name = {
+        plan.name: plan for plan in (choice, *sorted(rest, key=us.__getitem__)) if us[plan] <= limit
+    }
     return list(by_name.values())[:MOST_PLANS]
 
 
