@@ -100,9 +100,9 @@ def test_machine_code_where_ctas_share_key_tiles():
     """In a fixed order, too, with two accumulators; in equal parts and in parts of lines."""
     spec = spec_of(128, "causal")
     config = choose_backward_config(spec)
-    for has_lines in (False, True):
+    for schedule, has_lines in ((Dynamic, False), (Dynamic, True), (RaggedKeyTiles, True)):
         options = {"accumulators": 2, "has_lines": has_lines}
-        kernel = Backward(spec, config, Dynamic, is_ordered=True, splits=True, **options)
+        kernel = Backward(spec, config, schedule, is_ordered=True, splits=True, **options)
         report = report_of(kernel)
         check_roles(report, config)
         check_wgmma(report, spec, config, kernel.may_alternate)

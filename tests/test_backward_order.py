@@ -15,6 +15,7 @@ from varlen_problems import VarlenProblem, make_call
 
 import fa3
 from fa3.planning import backward as planning
+from fa3.planning import backward_packed as packed
 from fa3.planning.key_split import KeyShares, Waves
 from fa3.problem import Window
 
@@ -38,11 +39,12 @@ def force(monkeypatch):
 
     def forget():
         forget_prepared_calls()
-        planning.shares_of_lengths.cache_clear()
+        packed.shares_of_lengths.cache_clear()
 
     def force(shares: KeyShares):
-        monkeypatch.setattr(planning, "choose_shares", lambda *given: shares)
-        monkeypatch.setattr(planning, "most_parts_of", lambda *given: 100)
+        for module in (planning, packed):
+            monkeypatch.setattr(module, "choose_shares", lambda *given: shares)
+            monkeypatch.setattr(module, "most_parts_of", lambda *given: 100)
         forget()
 
     yield force

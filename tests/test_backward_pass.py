@@ -15,15 +15,25 @@ from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_gr
 from fa3.planning.backward import (
     KEYS_OF_QUERY,
     TILES_PREPROCESSED,
+    BackwardKernels,
     BackwardPlan,
-    PackedRows,
-    head_groups_of_packed,
+    key_tiles_of,
     numbers_of_key_parts,
-    shares_of_packed,
     words_of_counters,
 )
+from fa3.planning.backward_packed import (
+    PackedRows,
+    head_groups_of_packed,
+    heads_in_l2,
+    shares_of_packed,
+)
 from fa3.planning.costs import H200
-from fa3.planning.key_split import MOST_PARTS_OF_SM, KeyShares
+from fa3.planning.key_split import (
+    MOST_PARTS_OF_SM,
+    KeyShares,
+    cuts_of_line,
+    most_parts_of_line,
+)
 from fa3.primitives import key_line
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.gradient_parts import (
@@ -44,7 +54,7 @@ from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_index import QueryHeadGroups
 from fa3.schedules.ragged import RaggedKeyOrder
 from fa3.schedules.sequences import LONGEST
-from fa3.scores.masks import Blocks
+from fa3.scores.masks import Blocks, Sequence
 
 FULL = Window()
 ORDERED = "shares", "num_head_groups", "heads_per_group", "alternates"
@@ -179,6 +189,14 @@ def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
     assert words_of_counters(groups) > place_of_group_flag(groups - 1, ACCUMULATED)
 
 
+def test_fewer_heads_of_packed_sequences_are_together_in_order():
+    rows, cases = PackedRows(8192, 8192, 4, 2048, 32, 8), ((128, 1, 24, 8), (128, 2, 24, 3))
+    for head_dim, query_heads, *fitting in (*cases, (64, 1, 48, 48), (256, 2, 12, 1)):
+        spec = make_problem(head_dim=head_dim, window=CAUSAL).spec
+        kernels = (BackwardKernels(spec, one, is_packed=True) for one in (False, True))
+        assert [heads_in_l2(one, rows, query_heads) for one in kernels] == fitting
+
+
 FIND_PART, PARTS_OF_LAST = (
     FunctionType(one.__wrapped__.__code__, {"parts_of_tile": parts_of_tile, "Int32": int})
     for one in (find_part, parts_of_last)
@@ -244,9 +262,10 @@ def warp(monkeypatch):
     """`KeyLine.find` for a warp on the CPU, and what else lines compute with."""
     popc = np.vectorize(lambda bits: int(bits).bit_count())
     arch = {"vote_ballot_sync": ballot, "popc": popc, "make_warp_uniform": int}
-    arch = SimpleNamespace(lane_idx=lambda: LANE, **arch)
+    arch = SimpleNamespace(lane_idx=lambda: LANE, warp_reduction_max=np.max, **arch)
     monkeypatch.setattr(key_line, "cute", SimpleNamespace(arch=arch))
-    monkeypatch.setattr(key_line, "cutlass", SimpleNamespace(range_constexpr=range))
+    constexpr = SimpleNamespace(range_constexpr=range, const_expr=bool)
+    monkeypatch.setattr(key_line, "cutlass", constexpr)
     monkeypatch.setattr(key_line, "Int32", int)
     monkeypatch.setattr(key_line, "either", np.where)
     return FunctionType(FIND, vars(key_line))
@@ -265,7 +284,9 @@ def test_parts_of_lines_wait_only_for_parts_that_come_before(sizes, blocks, data
     units_of = np.array(units + TILES_OF_LINE * [1 << 20]).__getitem__  # also past the last one
     line = KeyLine.of(PlainDivisor(length), num_tiles)
     counts = [int(line.parts(n, count)) for n, count in enumerate(units)]
-    line, visitors = line._replace(most_parts=max(counts)), defaultdict(list)
+    assert max(counts) <= most_parts_of_line(length, units[0])
+    most_parts = data.draw(st.sampled_from((max(counts), None)))  # None: of packed sequences
+    line, visitors = line._replace(most_parts=most_parts), defaultdict(list)
     for index in range(sum(counts)):
         n, row = warp(line, units_of, index)
         begin, end = (int(min(line.cut(n, one), units[n])) for one in (row, row + 1))
@@ -355,8 +376,9 @@ def test_the_last_part_adds_up_all(parts, order):
         (8192, 8192, (32, 8), False),
         (16384, 1000, (64, 8), False),
         (2000, 3, (16, 2), True),
-        # Memory has no room for the best choice, four parts.
+        # Memory just has room for four parts.
         (8192, 4, (64, 8), True),
+        *((total, 4, heads, True) for total in (4096, 8192) for heads in ((8, 1), (16, 4))),
     ],
 )
 def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
@@ -368,6 +390,12 @@ def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
     assert (shares.parts > 1) == splits
     num_parts = number_of_packed_tiles(total, num_sequences, 128) * heads[1] * shares.parts
     assert not splits or numbers_of_key_parts(num_parts, spec, BackwardConfig(64, 128)) * 4 < 3e8
+    # No key tile of a line has more parts, if one sequence has all rows, either.
+    for length in (longest, total) if shares.line_length else ():
+        tiles = key_tiles_of(spec, BackwardConfig(64, 128), Sequence(length, length, CAUSAL), False)
+        units = [tile.blocks * heads[0] // heads[1] // shares.head_parts for tile in tiles]
+        cuts = (cuts_of_line(shares.line_length, len(units), n, one) for n, one in enumerate(units))
+        assert 1 < max(map(len, cuts)) <= shares.block_parts
 
 
 LOCATE = FunctionType(RaggedKeyOrder.locate.__wrapped__.__code__, {"larger": max})

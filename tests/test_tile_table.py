@@ -116,7 +116,7 @@ def table_of(
     totals,
     device,
     shift: int = 0,
-    of_keys: tuple = (None, None, None),
+    of_keys: tuple = (None,) * 3,
 ):
     """The header of a table made on the GPU, and its records.
 
@@ -127,7 +127,7 @@ def table_of(
     capacity = capacity_of_table(totals[0], len(lengths[0]) - 1, kernel.tile_m) * (of_keys[1] or 1)
     table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
     on_gpu = (None if one is None else one.int().to(device) for one in lengths)
-    others = capacity, shift, *window, short, 4, NUM_CTAS, *of_keys
+    others = capacity, shift, *window, short, 4, NUM_CTAS, *of_keys, None, None
     load_kernel(kernel)(*on_gpu, table, *totals, *others)
     header, records = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:].view(-1, RECORD)
     return header, records[: header[NUM_RECORDS]].tolist(), capacity

@@ -19,11 +19,10 @@ from fa3.calls.call import lengths_of
 from fa3.calls.eager import in_memory, lie_in_memory
 from fa3.calls.execution import Prepared
 from fa3.calls.operands import ALIGNMENT, FP8_DTYPE, used_queries
-from fa3.planning.backward import (
-    BackwardKernels,
-    BackwardPlan,
-    BufferLayout,
+from fa3.planning.backward import BackwardPlan, BufferLayout
+from fa3.planning.backward_packed import (
     PackedRows,
+    kernels_of_packed,
     launch_of_packed,
     shares_of_packed,
 )
@@ -125,15 +124,10 @@ def prepare_backward(
     else:
         spec, window = problem.spec, problem.window
         shares = shares_of_packed(spec, window, rows, is_ordered, gpu.num_sms)
-        splits = writes_fp32 or shares.parts > 1
-        kernels = kernels_for_packed(spec, is_ordered, splits, True, *has_used, writes_fp32)
+        kernels = kernels_of_packed(spec, is_ordered, writes_fp32, rows, shares, *has_used)
         launch, layout = launch_of_packed(kernels, window, rows, shares, gpu.num_sms)
     dtype = torch.float32 if writes_fp32 else None
     return PreparedBackward(Prepared.of([launch]), layout, kernels.config.tile_m, dtype)
-
-
-kernels_for_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
-"""Remembered: the object keeps its constants. Loaded kernels are looked up for each new size."""
 
 
 class BackwardCall(NamedTuple):

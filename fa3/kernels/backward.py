@@ -201,7 +201,9 @@ class Backward(AttentionKernel):
         line = None
         if self.has_lines:
             length, heads = map(Divisor.of, (call.line_length, Int32(split.num_heads)))
-            num_tiles = cute.ceil_div(call.k.shape[1], self.config.tile_n)
+            num_tiles = Int32(1)  # of packed sequences each has its own line
+            if not self.is_ragged:
+                num_tiles = cute.ceil_div(call.k.shape[1], self.config.tile_n)
             line = KeyLine.of(length, num_tiles, call.block_parts, heads)
         gradients = in_batch(call.dk), in_batch(call.dv)
         return SharedKeyTiles(split, line, tiles, parts, counters, *gradients)

@@ -233,6 +233,8 @@ class PassArguments(NamedTuple):
         named = arguments.scalars(cls)
         if kernel.splits:
             named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
+        if kernel.has_lines:
+            named |= dict.fromkeys(("line_length", "parts_of_line"), Int32(0))
         if table is not None:
             table_types = TileTableArguments.symbolic(table)._asdict()
             named |= {name: table_types[name] for name in cls._fields if name in table_types}
@@ -254,8 +256,6 @@ class PassArguments(NamedTuple):
             modifiers=arguments.symbolic_modifiers(spec),
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             alternates=Int32(0) if kernel.may_alternate else None,
-            line_length=Int32(0) if kernel.has_lines else None,
-            parts_of_line=Int32(0) if kernel.has_lines else None,
         )
 
     def numbers(self, begin, end) -> cute.Tensor:

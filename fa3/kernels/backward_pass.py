@@ -56,6 +56,8 @@ class BackwardPass(KernelBase):
             named = {"total_q": call.q.shape[0], "total_k": call.k.shape[0]}
             named |= {"short_queries": Int32(0), "qhead_per_kvhead": Int32(1), "num_ctas": Int32(1)}
             named["table"] = call.integers(call.table_at, call.counters_at)
+            ratio = call.q.shape[-2] // call.k.shape[-2]
+            named["line_heads"] = ratio // call.head_parts if self.table.has_lines else None
             self.table(*arguments.operands_of(TileTableArguments, call, **named), stream)
         self.preprocess(*call, stream)
         self.main(*call, stream)

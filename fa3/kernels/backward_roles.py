@@ -35,6 +35,7 @@ from fa3.primitives.gradient_parts import (
     find_part,
 )
 from fa3.primitives.gradient_step import GradientStep
+from fa3.primitives.key_line import KeyLine
 from fa3.primitives.output_store import GradientStore
 from fa3.primitives.query_tiles import (
     LineWalk,
@@ -175,10 +176,11 @@ class BackwardRoles:
 
     def part_of_line(self, segment) -> KeyTile:
         """The part of a line that a cursor's segment is."""
-        (split, line), (left, number, batch) = self.tensors.shared[:2], segment.tile
-        sequence = self.tensors.sequences.sequence(segment)
-        units_of = self.units_of(sequence)
-        n_block, row = line.find(units_of, self.schedule.order.num_m_blocks - 1 - left)
+        split, (left, number, batch) = self.tensors.shared.split, segment.tile
+        sequence, line = self.tensors.sequences.sequence(segment), self.line(segment)
+        units_of, is_ragged = self.units_of(sequence), self.kernel.is_ragged
+        count = (segment.record if is_ragged else self.schedule.order).num_m_blocks
+        n_block, row = line.find(units_of, count - 1 - left)
         units = units_of(n_block)
         ends = (smaller(line.cut(n_block, one), units) for one in (row, row + 1))
         head_kv, parts = split.sets.quotient(number), line.parts(n_block, units)
@@ -187,6 +189,11 @@ class BackwardRoles:
         first_head = number * split.num_heads
         work = KeyWork(n_block, head_kv, batch, first_head, 1, part, parts, *ends)
         return KeyTile(work, segment, sequence, None)
+
+    def line(self, segment) -> KeyLine:
+        """The line of a segment's sequence."""
+        line = self.tensors.shared.line
+        return line.of_sequence(self.num_key_tiles(segment)) if self.kernel.is_ragged else line
 
     def units_of(self, sequence) -> Callable:
         """A function: how many units of its line a key tile visits."""
@@ -262,7 +269,7 @@ class BackwardRoles:
     def semaphore(self, tile: KeyTile, mask) -> DqSemaphore | LineSemaphore:
         """A key tile's and query head's semaphores in a fixed order."""
         if self.kernel.has_lines:
-            line, work = self.tensors.shared.line, tile.work
+            line, work = self.line(tile.segment), tile.work
             before = line.before(self.units_of(tile.sequence), work.n_block, work.begin)
             dq = self.tensors.dq.at(self.config.tile_m, tile.segment)
             return LineSemaphore(dq, self.kernel.pieces, self.kernel.accumulators, before)
@@ -385,6 +392,8 @@ class BackwardRoles:
             tile = self.tile(cursor)
             dq = self.dq(tile.segment)
             is_zeroed = tensors.fused.call.dq_is_zeroed
+            if cutlass.const_expr(self.kernel.is_ragged and not self.kernel.has_lines):
+                is_zeroed = None
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 head, mask, walk = self.query_head(tile, h)
                 semaphore = self.semaphore(tile, mask) if self.kernel.is_ordered else None
@@ -561,8 +570,13 @@ def visited_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks
     is_masked = begin + config.tile_n > sequence.seqlen_k
     if cutlass.const_expr(kernel.is_ragged):
         # Unused keys: their gradients are 0, for which one block is enough.
-        end = blocks.end if begin < sequence.seqlen_k else blocks.begin + 1
-        blocks = blocks.between(blocks.begin, end)
+        if cutlass.const_expr(kernel.has_lines):
+            # All key tiles visit the last block.
+            first = blocks.begin if begin < sequence.seqlen_k else blocks.end - 1
+            blocks = blocks.between(first, blocks.end)
+        else:
+            end = blocks.end if begin < sequence.seqlen_k else blocks.begin + 1
+            blocks = blocks.between(blocks.begin, end)
     if cutlass.const_expr(not mask.left):
         # Without a full block it is not known whether the diagonal masks the last one.
         is_masked = is_masked or full_begin == full_end

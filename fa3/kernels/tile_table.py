@@ -31,7 +31,9 @@ from cutlass import Float32, Int32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
+from fa3.primitives.arithmetic import PlainDivisor, larger
 from fa3.primitives.gradient_parts import find_part, parts_of_last
+from fa3.primitives.key_line import KeyLine
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.wgmma import ROWS, WARP
@@ -72,7 +74,8 @@ AT_ONCE = 8  # lanes that `place_among` asks at once
 AMOUNTS = SORTERS  # amounts of work that are told apart, one for each thread of the prefix sum
 
 
-OF_KEYS = "is_by_work", "block_parts", "rise"  # arguments of tables of keys
+OF_LINES = "line_length", "line_heads"  # arguments of tables of parts of lines
+OF_KEYS = "is_by_work", "block_parts", "rise", *OF_LINES  # and of all tables of keys
 
 
 class TileTableArguments(NamedTuple):
@@ -104,6 +107,9 @@ class TileTableArguments(NamedTuple):
     # block_parts, rise: of keys, see `KeySplit`; a tile has as many records as it has parts.
     block_parts: int | None = None
     rise: int | None = None
+    # line_length, line_heads: units of a part of a line, and its query heads, see `KeyLine`.
+    line_length: int | None = None
+    line_heads: int | None = None
 
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
@@ -116,7 +122,8 @@ class TileTableArguments(NamedTuple):
             seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
             table=vector(),
             **arguments.scalars(cls),
-            **dict.fromkeys(OF_KEYS, Int32(0) if kernel.is_of_keys else None),
+            **dict.fromkeys(OF_KEYS[:-2], Int32(0) if kernel.is_of_keys else None),
+            **dict.fromkeys(OF_LINES, Int32(0) if kernel.has_lines else None),
         )
 
     @property
@@ -190,6 +197,7 @@ class TileTable(KernelBase):
     # a tile, since they too get a gradient.
     is_of_keys: bool = False
     has_cache: bool = False  # whether keys are in a cache, as many as `seqused_k` says
+    has_lines: bool = False  # whether key tiles have parts of lines, see `KeyLine`
 
     entry_name: ClassVar[str] = "fa3_tile_table"
     arguments_type: ClassVar[type] = TileTableArguments
@@ -353,8 +361,27 @@ class TileTable(KernelBase):
         num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
         num_tiles = num_tiles if seqlen_q > call.short_queries else Int32(0)
         if cutlass.const_expr(self.is_of_keys):
-            num_tiles = parts_of_last(call.block_parts, call.rise, self.key_tiles(owned_k))
+            sequence = Sequence(seqlen_q, seqlen_k, call.window)
+            num_tiles = self.parts(call, sequence, self.key_tiles(owned_k))
         return LaneSequence(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
+
+    def parts(self, call: TileTableArguments, sequence: Sequence, count) -> Int32:
+        """Parts of a sequence's `count` key tiles."""
+        if self.has_lines:
+            return self.parts_of_line(call, sequence, count)
+        return parts_of_last(call.block_parts, call.rise, count)
+
+    @cute.jit
+    def parts_of_line(self, call: TileTableArguments, sequence: Sequence, count: Int32) -> Int32:
+        """Parts of a sequence's `count` key tiles."""
+        line = KeyLine.of(PlainDivisor(call.line_length), larger(count, 1))
+        parts = Int32(0)
+        for n in cutlass.range(count, unroll=1):
+            begin = n * self.tile_n
+            blocks = self.band.query_blocks(begin, self.tile_n, self.tile_m, sequence)
+            visited = blocks.end - blocks.begin if begin < sequence.seqlen_k else Int32(1)
+            parts += line.parts(n, visited * call.line_heads)
+        return parts
 
     def sequence(self, call: TileTableArguments, lane_sequence: LaneSequence) -> Sequence:
         """A lane's sequence, for the mask."""
@@ -385,7 +412,7 @@ class TileTable(KernelBase):
             )
             left = end - 1 - number
             at = first_place + num_tiles - 1 - left
-            if cutlass.const_expr(self.is_of_keys and are_all):  # noqa: SIM102
+            if cutlass.const_expr(self.is_of_keys and are_all and not self.has_lines):  # noqa: SIM102
                 if call.is_by_work != 0:
                     _, before, parts = find_part(call.block_parts, call.rise, left)
                     tile_place = owner, before, parts, call.queries.num_sequences

@@ -16,7 +16,7 @@ from fa3.kernels.backward_launch import (
     place_of_group_flag,
 )
 from fa3.kernels.backward_pass import BackwardPass
-from fa3.kernels.tile_table import TileTable, capacity_of_table, shift_of_work, words_of_table
+from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.explanation import NOT_PREDICTED, counted, quantity
 from fa3.planning.key_split import (
@@ -25,6 +25,7 @@ from fa3.planning.key_split import (
     KeyShares,
     KeyTileWork,
     Waves,
+    accumulators_of_line,
     choose_shares,
     lines_of_group,
     most_parts_of,
@@ -32,7 +33,7 @@ from fa3.planning.key_split import (
 )
 from fa3.planning.launch import FromCall, Launch, PlanBase
 from fa3.primitives.key_line import TILES_OF_LINE
-from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
+from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import WARPS
@@ -83,11 +84,6 @@ MOST_WAVES_FULL = 4
 to the right. With two and four waves that gained 2 to 11%, with eight it lost 1%; under a causal
 mask two waves gained up to 10%, three lost 1 to 3% (docs/experiments.md)."""
 
-DISTANCE = 1.5
-"""Units between the parts of a line that come to a unit one after another, below which they have
-two dQ accumulators. With 0.5 to 1.3 these gained 0 to 12%, with 1.7 and more they lost 1 to 25%,
-since the second one is memory to write and read (docs/experiments.md)."""
-
 KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel preprocesses queries. With
 256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
@@ -96,21 +92,6 @@ KEYS_UNZEROED, MORE_KEYS_UNZEROED = 512, 1024
 """Most keys of a sequence for which the dQ accumulator is not zeroed; the latter with a bound to
 the right, where key tiles begin at different queries. Without zeros 512 keys gained 5 to 22% and
 1024 up to 9%, at head size 256 nothing; longer ones lost up to 19% (docs/experiments.md)."""
-
-HEAD_GROUPS = 4
-"""Head groups of packed sequences, so that the preprocess kernel does a quarter of the queries."""
-
-PACKED_L2 = 1.5
-"""Times what L2 holds of Q, dO and dQ that a head group may have for key tiles to come by their
-work. Four sequences of 1k were 1.18 times faster, with 1.4 times L2 0.99 to 1.05, with four or more
-times 0.80 to 0.99 (docs/experiments.md)."""
-
-DIGITS = 3  # binary digits of what is rounded of packed sequences
-
-FEWEST_TILES = 512
-"""Key tiles of a head group of packed sequences: some four for each SM, so that no tile alone is
-much of its work."""
-
 
 WIDE = BackwardConfig(64, 128)
 NARROW = BackwardConfig(64, 64, warpgroups_share_keys=True)
@@ -178,7 +159,7 @@ class BackwardKernels:
             return BackwardPass(main)
         table = TileTable(
             config.tile_m, config.tile_n, spec.mask.band, self.has_used_q, self.has_used_k,
-            is_of_keys=True,
+            is_of_keys=True, has_lines=self.has_lines,
         )  # fmt: skip
         return BackwardPass(main, table)
 
@@ -263,7 +244,7 @@ class BackwardPlan(PlanBase):
             ratio, fitting = problem.qhead_per_kvhead, whole.heads_in_lines
             # Two sets under a causal mask lost 1 to 2% (docs/experiments.md).
             most_sets = 1 if problem.spec.mask.right else MOST_LINES
-            lines = share_lines(tiles, heads, ratio, num_sms, fitting, most_sets)
+            lines = share_lines((tiles,), heads, ratio, num_sms, fitting, most_sets)
             if lines is not None:
                 return replace(whole, shares=lines)
         tiles = key_tiles_of(problem.spec, whole.config, sequence, is_ordered)
@@ -400,11 +381,8 @@ class BackwardPlan(PlanBase):
 
     @property
     def heads_in_lines(self) -> int:
-        """Query heads of the lines that run at the same time.
-        Under a causal mask all that fit into L2. Else parts are spread over whole lines: with 0.67
-        of L2 a fixed order kept 0.95 to 0.96 of the plain speed, with 0.88 0.90, with all of it
-        0.73 to 0.76 (docs/experiments.md)."""
-        return self.heads_in_l2 * (4 if self.problem.spec.mask.right else 3) // 4
+        """Query heads of the lines that run at the same time."""
+        return heads_in_lines(self.problem.spec, self.problem.seqlen_q)
 
     @property
     def may_have_lines(self) -> bool:
@@ -418,8 +396,7 @@ class BackwardPlan(PlanBase):
         That is so where all parts of query blocks begin at once, or where key tiles are one short
         block apart, and sequences long enough to pay for the memory (docs/experiments.md)."""
         if (length := self.shares.line_length) is not None:
-            # Parts come to a unit so close after one another that they would wait.
-            return 2 if length < DISTANCE * self.key_tiles_of_head else 1
+            return accumulators_of_line(length, self.key_tiles_of_head)
         is_long = self.problem.seqlen_k > MORE_KEYS_UNZEROED
         is_slow = (
             self.shares.block_parts > 1
@@ -537,123 +514,9 @@ def rows_in_l2(spec: AttentionSpec) -> int:
     return L2_BYTES // (spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim))
 
 
-# ------------------------------------------------------------------------------ packed sequences
-
-
-class PackedRows(NamedTuple):
-    """What the host knows of the rows of packed sequences."""
-
-    total_q: int
-    total_k: int
-    num_sequences: int
-    longest_q: int  # the most queries of a sequence, at most `total_q`
-    heads_q: int
-    heads_kv: int
-
-
-def launch_of_packed(
-    kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
-) -> tuple[Launch, BufferLayout]:
-    """Return the launch for packed sequences, and the kernels' shared buffer."""
-    config, num_sequences, total_k = kernels.config, rows.num_sequences, rows.total_k
-    tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
-    fitting = rows_in_l2(kernels.spec) // max(1, rows.longest_q)
-    heads = rows.heads_kv * shares.head_parts
-    tiles_of_head = total_k // config.tile_n * shares.block_parts
-    groups = head_groups_of_packed(heads, tiles_of_head, fitting)
-    is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
-    capacity = capacity_of_table(total_k, num_sequences, config.tile_n) * shares.block_parts
-    most_ctas = max(capacity * heads, convert_ctas(tiles))
-    num_parts = rows.heads_kv * shares.parts
-    num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
-    if shares.parts == 1:
-        num_parts = 0
-    layout = kernels.layout(tiles, num_parts, groups, words_of_table(capacity))
-    launch = launch_of_pass(
-        kernels,
-        layout,
-        shares,
-        window,
-        num_clusters=min(most_ctas, num_sms),
-        heads_per_group=heads // groups,
-        groups_preprocessed=1 if is_fused else groups,
-        dq_is_zeroed=True,  # dQ of packed sequences always starts with zeros
-        capacity=capacity,
-        shift=shift_of_work(rows.longest_q, config.tile_m),
-        is_by_work=not kernels.is_ordered
-        and rows.total_q * rows.heads_q <= groups * PACKED_L2 * rows_in_l2(kernels.spec),
-    )
-    return launch, layout
-
-
-def shares_of_packed(
-    spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
-) -> KeyShares:
-    """How CTAs share the key tiles of packed sequences.
-    One sequence is taken to be the longest, and all others to be equally long. Lengths are rounded,
-    so that steps of a training lead to few choices."""
-    total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
-    # Memory has room for so many, whatever the lengths are.
-    num_tiles = (
-        number_of_packed_tiles(total_k, num_sequences, choose_backward_config(spec).tile_n)
-        * heads_kv
-    )
-    most_parts = most_parts_of(num_tiles, num_sms)
-    if most_parts < 2:
-        return KeyShares()
-    keys_of_query, others = total_k / max(1, total_q), num_sequences - 1
-
-    def sequence(queries: float) -> Sequence:
-        keys = queries * keys_of_query
-        return Sequence(rounded_length(int(queries)), rounded_length(int(keys)), window)
-
-    sequences = sequence(longest_q), sequence((total_q - longest_q) / max(1, others))
-    counts = 1, rounded_length(others) if others else 0
-    heads = heads_kv, heads_q // heads_kv
-    zeros = max(0, most_parts.bit_length() - DIGITS)
-    most_parts = most_parts >> zeros << zeros
-    return shares_of_lengths(spec, sequences, counts, *heads, is_ordered, num_sms, most_parts)
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def shares_of_lengths(
-    spec: AttentionSpec,
-    sequences: tuple[Sequence, ...],
-    counts: tuple[int, ...],  # how many there are of each
-    heads_kv: int,
-    group: int,
-    is_ordered: bool,
-    num_sms: int,
-    most_parts: int,  # of a key tile
-) -> KeyShares:
-    """How CTAs share packed sequences' key tiles, those with most blocks first."""
-    config, tiles = choose_backward_config(spec), list[KeyTileWork]()
-    for one, count in zip(sequences, counts, strict=True):
-        tiles += count * key_tiles_of(spec, config, one, is_ordered)
-    if not is_ordered:
-        tiles.sort(reverse=True)
-    waits = is_ordered or sequences[0].seqlen_k <= most_keys_unzeroed(sequences[0].window)
-    sizes = tuple(tiles), heads_kv, group, num_sms, most_parts
-    return choose_shares(*sizes, is_ordered, waits)
-
-
-def rounded_length(length: int) -> int:
-    """A length to `DIGITS`, upwards, and at least 1."""
-    unit = 1 << max(0, length.bit_length() - DIGITS)
-    return max(1, -(-length // unit) * unit)
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def divisors(number: int) -> tuple[int, ...]:
-    """From 1 up."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
-def head_groups_of_packed(heads_kv: int, tiles: int, fitting: int) -> int:
-    """Return the number of head groups, with equally many key/value heads each.
-    So many that L2 holds what the tiles of a group share, and up to `HEAD_GROUPS` if each has many
-    tiles. `fitting` are the heads with Q, dO and dQ of the longest sequence that fit into L2."""
-    counts = divisors(heads_kv)
-    for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
-    most = min(HEAD_GROUPS, max(1, tiles * heads_kv // FEWEST_TILES))
-    return max(for_l2, *(n for n in counts if n <= most))
+def heads_in_lines(spec: AttentionSpec, seqlen_q: int) -> int:
+    """Query heads of the lines that run at the same time.
+    Under a causal mask all that fit into L2. Else parts are spread over whole lines: with 0.67 of
+    L2 a fixed order kept 0.95 to 0.96 of the plain speed, with 0.88 0.90, with all of it 0.73 to
+    0.76 (docs/experiments.md)."""
+    return rows_in_l2(spec) // seqlen_q * (4 if spec.mask.right else 3) // 4

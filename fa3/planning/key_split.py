@@ -29,7 +29,8 @@ hide less of what runs before and after them. With these three numbers the split
 
 MOST_PARTS_OF_SM = 16
 """Parts of key tiles for each SM, at most: with more of them there is nothing to balance. They take
-277 MB of an H200 at head size 128."""
+277 MB of an H200 at head size 128. One more for packed sequences in a fixed order, where parts also
+keep CTAs together: four parts of 8k keys of 64/8 heads kept 0.90 of the plain speed, two 0.70."""
 
 BLOCK_PARTS = (2, 3, 4, 6, 8)  # parts of the query blocks of one head
 
@@ -55,6 +56,11 @@ heads. An odd number of groups costs 1, and so do groups with e times as many ti
 MOST_LINES = 4
 """Lines in a fixed order, at most. With 1 to 4 it kept 0.76 to 1.01 of the plain speed, where equal
 parts kept 0.57 to 0.95; with 8 lines of 2k keys it kept less than those (docs/experiments.md)."""
+
+DISTANCE = 1.5
+"""Units between the parts of a line that come to a unit one after another, below which they have
+two dQ accumulators. With 0.5 to 1.3 these gained 0 to 12%, with 1.7 and more they lost 1 to 25%,
+since the second one is memory to write and read (docs/experiments.md)."""
 
 MOST_UNITS = 1 << 20  # of a line, and of a part; `KeyLine` multiplies the latter in 32 bits
 
@@ -111,9 +117,9 @@ class Waves(NamedTuple):
         return min(range(1, max(1, min(self.fitting, heads)) + 1), key=cost)
 
 
-def most_parts_of(num_tiles: int, num_sms: int) -> int:
+def most_parts_of(num_tiles: int, num_sms: int, is_packed_in_order: bool = False) -> int:
     """Most parts of each of so many key tiles."""
-    return MOST_PARTS_OF_SM * num_sms // max(1, num_tiles)
+    return (MOST_PARTS_OF_SM + is_packed_in_order) * num_sms // max(1, num_tiles)
 
 
 def ways_to_share(
@@ -155,12 +161,14 @@ def choose_shares(
     is_ordered: bool,
     waits: bool,  # whether key tiles wait for one another: for their turn, or for a first store
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
+    drifts: bool = False,  # whether CTAs with many query heads drift apart, as they do with `waves`
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by when the last CTA ends."""
+    drifts = drifts or waves is not None
 
     def cost(shares: KeyShares) -> float:
-        drifts = waves is not None and group > shares.parts * MOST_QUERY_HEADS
-        factor = COST_OF_QUERY_HEADS if drifts else 1.0
+        has_many = group > shares.parts * MOST_QUERY_HEADS
+        factor = COST_OF_QUERY_HEADS if drifts and has_many else 1.0
         return factor * time_of(tiles, heads, group, num_sms, shares, waves)
 
     whole, *ways = ways_to_share(tiles, group, num_sms / heads, is_ordered, waits)
@@ -170,35 +178,58 @@ def choose_shares(
 
 
 def share_lines(
-    tiles: tuple[KeyTileWork, ...],  # of one head, the first keys first
-    heads: int,  # key/value heads, of all sequences
+    sequences: tuple[tuple[KeyTileWork, ...], ...],  # key tiles of one head, the first keys first
+    heads: int,  # key/value heads; of sequences of equal lengths, of all of them
     group: int,  # query heads that share a key/value head
     num_sms: int,
     fitting: int,  # query heads with Q, dO and dQ that fit into L2 together
     most_sets: int,
+    # Of packed sequences: query blocks that a key tile has at most, and parts, whatever the lengths
+    # are; None without.
+    most: tuple[int, int] | None = None,
 ) -> KeyShares | None:
     """How CTAs share key tiles by lines; None if none fit."""
     fits = (n for n in range(1, group + 1) if group % n == 0 and n * fitting >= group)
     sets = next(fits, group)
-    units, lines = [tile.blocks * (group // sets) for tile in tiles], heads * sets
+    units = [[tile.blocks * (group // sets) for tile in tiles] for tiles in sequences]
+    lines, longest = heads * sets, max(map(max, units))
     at_once = lines_of_group(lines, group // sets, fitting)
-    least, costs = max(1, sum(units) * at_once // num_sms), {}
-    if sets > most_sets or lines > MOST_LINES or max(2 * least, *units) > MOST_UNITS:
+    least, costs = max(1, sum(map(sum, units)) * at_once // num_sms), {}
+    if sets > most_sets or lines > MOST_LINES or max(2 * least, longest) > MOST_UNITS:
         return None
     for length in {least * (8 + i) // 8 for i in range(9)}:
-        cuts = [cuts_of_line(length, len(units), n, count) for n, count in enumerate(units)]
-        counts = list(map(len, cuts))
-        shares = KeyShares(sets, max(counts), RISE * max(counts), length, sum(counts))
-        if sum(counts) * lines <= MOST_PARTS_OF_SM * num_sms:
+        cuts = [
+            [cuts_of_line(length, len(line), n, count) for n, count in enumerate(line)]
+            for line in units
+        ]
+        counts = [len(begins) for line in cuts for begins in line]
+        parts, has_room = max(counts), sum(counts) * lines <= MOST_PARTS_OF_SM * num_sms
+        if most is not None:
+            parts = most_parts_of_line(length, most[0] * (group // sets))
+            has_room = parts * sets <= most[1]
+        shares = KeyShares(sets, parts, RISE * parts, length, sum(counts))
+        if has_room:
             costs[shares] = time_of_lines(cuts, units, lines, at_once, num_sms)
-    best = min(costs, key=costs.__getitem__, default=KeyShares())
-    return best if best.block_parts > 1 else None
+    best = min(costs, key=costs.__getitem__, default=None)
+    return best if best is not None and best.parts_of_all(0) > sum(map(len, units)) else None
 
 
 def lines_of_group(lines: int, heads: int, fitting: int) -> int:
     """Lines of a head group; each has `heads` query heads."""
     groups = -(-lines // max(1, fitting // heads))
     return -(-lines // groups)
+
+
+def accumulators_of_line(length: int, num_tiles: int) -> int:
+    """dQ accumulators of a line of so many key tiles.
+    Two where parts come to a unit so close after one another that they would wait."""
+    return 2 if length < DISTANCE * num_tiles else 1
+
+
+def most_parts_of_line(length: int, units: int) -> int:
+    """Most parts of a key tile with up to so many units.
+    Its first cut may be anywhere."""
+    return 2 + units // length
 
 
 def cuts_of_line(length: int, num_tiles: int, n_block: int, units: int) -> list[int]:
@@ -208,13 +239,18 @@ def cuts_of_line(length: int, num_tiles: int, n_block: int, units: int) -> list[
 
 
 def time_of_lines(
-    cuts: list[list[int]], units: list[int], lines: int, at_once: int, num_sms: int
+    cuts: list[list[list[int]]],  # of each sequence and key tile
+    units: list[list[int]],
+    lines: int,
+    at_once: int,
+    num_sms: int,
 ) -> float:
     """When the last CTA ends, in query blocks, if none waits."""
     parts = []
-    for n, begins in enumerate(cuts):
-        ends = [*begins[1:], units[n]]
-        parts += [(-begin, n, end - begin) for begin, end in zip(begins, ends, strict=True)]
+    for i, (line, counts) in enumerate(zip(cuts, units, strict=True)):
+        for n, (begins, count) in enumerate(zip(line, counts, strict=True)):
+            ends = [*begins[1:], count]
+            parts += [(i, -begin, n, end - begin) for begin, end in zip(begins, ends, strict=True)]
     times = [STEPS_OF_TILE + STEPS_OF_PART + count for *_, count in sorted(parts)]
     free = [0.0] * num_sms
     for first in range(0, lines, at_once):

@@ -14,9 +14,10 @@ What an accumulator starts with, and the order in which key tiles add, is one of
                   other CTA before it has stored, so there is no deadlock.
     ordered       Key tiles add in a fixed order, so that the bits never change. A semaphore for
                   each query tile counts the key tiles that have added. The first one in the order
-                  stores; only packed sequences start with zeros. CTAs take key tiles in the same
-                  order, so each tile that is waited for is done or runs. A warp other than the
-                  reduce warp raises semaphores: a release takes long.
+                  stores. Only packed sequences without lines start with zeros, since tiles of
+                  unused keys add at any time. CTAs take key tiles in the same order, so each tile
+                  that is waited for is done or runs. A warp other than the reduce warp raises
+                  semaphores: a release takes long.
 
 Without a fixed order, short sequences have no zeros: writing and reading them took up to a fifth of
 the backward pass. In long sequences key tiles keep step, and the first one would hold up the others
@@ -264,7 +265,8 @@ class DqReduction:
     memory: cute.Tensor  # pieces in shared memory, one for each stage of `pipelines.staged`
     pipelines: object  # `staged` delivers pieces; `added` tells of blocks that have been added
     semaphore: DqSemaphore | LineSemaphore | None  # of a fixed order; else None
-    is_zeroed: Int32  # 1 if the accumulator starts with zeros, else 0
+    # 1 if the accumulator starts with zeros, 0 if not; None if it always does.
+    is_zeroed: Int32 | None
 
     @property
     def has_first_store(self) -> bool:
@@ -351,7 +353,7 @@ class DqReduction:
         if cutlass.const_expr(self.semaphore is not None):
             self.pipelines.staged.consumer_wait(state)
             self.semaphore.wait(tile, rank)
-            if cutlass.const_expr(not isinstance(self.dq.tiles, PackedQueryTiles)):
+            if cutlass.const_expr(self.is_zeroed is not None):
                 is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
         if cutlass.const_expr(self.has_first_store):
             self.pipelines.staged.consumer_wait(state)

@@ -43,13 +43,18 @@ class KeyLine(NamedTuple):
     length: Divisor | PlainDivisor  # units of a part, at most
     distance: Int32  # between the first cuts of neighbouring key tiles, times `FRACTION`
     num_tiles: Int32  # key tiles of the sequence
-    most_parts: Int32 = 0  # parts of the key tile that has the most
+    # Parts of the key tile that has the most; None if the warp finds it, as of packed sequences.
+    most_parts: Int32 | None = 0
     heads: Divisor | None = None  # query heads of the set
 
     @classmethod
     def of(cls, length, num_tiles, *more) -> "KeyLine":
         """The line of key tiles with evenly spread cuts; on the host."""
         return cls(length, length.value * FRACTION // num_tiles, num_tiles, *more)
+
+    def of_sequence(self, num_tiles) -> "KeyLine":
+        """The line of a packed sequence with so many key tiles."""
+        return self.of(self.length, num_tiles, None, self.heads)
 
     def first_cut(self, n_block):
         """Where a key tile's second part would begin, sooner for later keys."""
@@ -73,6 +78,8 @@ class KeyLine(NamedTuple):
         row, left, count = self.most_parts, index, Int32(0)
         tiles = tiles_of_lane()
         parts = [either(n < self.num_tiles, self.parts(n, units_of(n)), 0) for n in tiles]
+        if cutlass.const_expr(row is None):
+            row = cute.arch.make_warp_uniform(cute.arch.warp_reduction_max(larger(*parts)))
         while left >= count and row > 0:
             left -= count
             row -= 1

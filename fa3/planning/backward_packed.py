@@ -1,0 +1,228 @@
+"""Plans of the backward pass of packed sequences.
+
+Only the GPU knows their lengths.
+"""
+
+import functools
+from typing import NamedTuple
+
+from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
+from fa3.planning.backward import (
+    BackwardKernels,
+    BufferLayout,
+    choose_backward_config,
+    convert_ctas,
+    fuses_preprocess,
+    heads_in_lines,
+    key_tiles_of,
+    launch_of_pass,
+    most_keys_unzeroed,
+    rows_in_l2,
+)
+from fa3.planning.key_split import (
+    MOST_LINES,
+    KeyShares,
+    KeyTileWork,
+    accumulators_of_line,
+    choose_shares,
+    most_parts_of,
+    share_lines,
+)
+from fa3.planning.launch import Launch
+from fa3.primitives.key_line import TILES_OF_LINE
+from fa3.primitives.query_tiles import number_of_packed_tiles
+from fa3.problem import REMEMBERED, AttentionSpec, Window
+from fa3.scores.masks import Sequence
+
+HEAD_GROUPS = 4
+"""Head groups of packed sequences, so that the preprocess kernel does a quarter of the queries."""
+
+PACKED_L2 = 1.5
+"""Times what L2 holds of Q, dO and dQ that a head group may have for key tiles to come by their
+work. Four sequences of 1k were 1.18 times faster, with 1.4 times L2 0.99 to 1.05, with four or more
+times 0.80 to 0.99 (docs/experiments.md)."""
+
+ORDERED_L2, ORDERED_L2_DRIFTING = 3, 4
+"""In a fixed order with a bound to the right, a head group has one part of so many of L2 for Q, dO
+and dQ of the longest sequence. The latter with several query heads of a CTA: CTAs drift apart, so
+that all of them count. That kept 0.90 instead of 0.54 of the plain speed with 64/8 heads, and 0.93
+instead of 0.79 with 28/4 heads. Not for one query head where key tiles are a block apart: they
+would wait for one another, which cost up to 15% (docs/experiments.md)."""
+
+DIGITS = 3  # binary digits of what is rounded of packed sequences
+
+FEWEST_TILES = 512
+"""Key tiles of a head group of packed sequences: some four for each SM, so that no tile alone is
+much of its work."""
+
+
+class PackedRows(NamedTuple):
+    """What the host knows of the rows of packed sequences."""
+
+    total_q: int
+    total_k: int
+    num_sequences: int
+    longest_q: int  # the most queries of a sequence, at most `total_q`
+    heads_q: int
+    heads_kv: int
+
+
+def launch_of_packed(
+    kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
+) -> tuple[Launch, BufferLayout]:
+    """Return the launch for packed sequences, and the kernels' shared buffer."""
+    config, num_sequences, total_k = kernels.config, rows.num_sequences, rows.total_k
+    tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
+    heads = rows.heads_kv * shares.head_parts
+    # Lines of a head group run at the same time, so that there are not more groups than must be.
+    tiles_of_head = 0 if kernels.has_lines else total_k // config.tile_n * shares.block_parts
+    fitting = heads_in_l2(kernels, rows, rows.heads_q // heads)
+    groups = head_groups_of_packed(heads, tiles_of_head, fitting)
+    is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
+    capacity = capacity_of_table(total_k, num_sequences, config.tile_n) * shares.block_parts
+    most_ctas = max(capacity * heads, convert_ctas(tiles))
+    num_parts = rows.heads_kv * shares.parts
+    num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
+    if shares.parts == 1:
+        num_parts = 0
+    layout = kernels.layout(tiles, num_parts, groups, words_of_table(capacity))
+    launch = launch_of_pass(
+        kernels,
+        layout,
+        shares,
+        window,
+        num_clusters=min(most_ctas, num_sms),
+        heads_per_group=heads // groups,
+        groups_preprocessed=1 if is_fused else groups,
+        dq_is_zeroed=not kernels.has_lines,
+        capacity=capacity,
+        shift=shift_of_work(rows.longest_q, config.tile_m),
+        is_by_work=not kernels.is_ordered
+        and rows.total_q * rows.heads_q <= groups * PACKED_L2 * rows_in_l2(kernels.spec),
+    )
+    return launch, layout
+
+
+def shares_of_packed(
+    spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
+) -> KeyShares:
+    """How CTAs share the key tiles of packed sequences.
+    One sequence is taken to be the longest, and all others to be equally long. Lengths are rounded,
+    so that steps of a training lead to few choices."""
+    total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
+    # Memory has room for so many, whatever the lengths are.
+    config = choose_backward_config(spec)
+    num_tiles = number_of_packed_tiles(total_k, num_sequences, config.tile_n) * heads_kv
+    most_parts = most_parts_of(num_tiles, num_sms, is_ordered)
+    if most_parts < 2:
+        return KeyShares()
+    keys_of_query, others = total_k / max(1, total_q), num_sequences - 1
+
+    def sequence(queries: float) -> Sequence:
+        keys = queries * keys_of_query
+        return Sequence(rounded_length(int(queries)), rounded_length(int(keys)), window)
+
+    sequences = sequence(longest_q), sequence((total_q - longest_q) / max(1, others))
+    counts = 1, rounded_length(others) if others else 0
+    heads = heads_kv, heads_q // heads_kv
+    zeros = max(0, most_parts.bit_length() - DIGITS)
+    most_parts = most_parts >> zeros << zeros
+    # With other lengths than planned for, the last parts of lines would end late.
+    are_equal, blocks = num_sequences * longest_q == total_q, None
+    has_lanes = total_k <= TILES_OF_LINE * config.tile_n
+    if is_ordered and not spec.mask.left and has_lanes and are_equal:
+        blocks = rounded_length(-(-total_q // config.tile_m))
+    sizes = *heads, is_ordered, num_sms, most_parts
+    return shares_of_lengths(spec, sequences, counts, *sizes, blocks)
+
+
+def kernels_of_packed(
+    spec: AttentionSpec,
+    is_ordered: bool,
+    writes_fp32: bool,
+    rows: PackedRows,
+    shares: KeyShares,
+    has_used_q: bool = False,  # whether there is `seqused_q`
+    has_used_k: bool = False,
+) -> BackwardKernels:
+    """The kernels of packed sequences."""
+    kind = spec, is_ordered, writes_fp32 or shares.parts > 1, True, has_used_q, has_used_k
+    accumulators = 1
+    if shares.line_length is not None:
+        longest_k = rows.longest_q * rows.total_k // rows.total_q
+        num_tiles = -(-longest_k // choose_backward_config(spec).tile_n)
+        accumulators = accumulators_of_line(shares.line_length, num_tiles)
+    return remembered_kernels(*kind, writes_fp32, accumulators, shares.line_length is not None)
+
+
+remembered_kernels = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
+"""Remembered: the object keeps its constants. Loaded kernels are looked up for each new size."""
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def shares_of_lengths(
+    spec: AttentionSpec,
+    sequences: tuple[Sequence, ...],
+    counts: tuple[int, ...],  # how many there are of each
+    heads_kv: int,
+    group: int,
+    is_ordered: bool,
+    num_sms: int,
+    most_parts: int,  # of a key tile
+    blocks: int | None,  # query blocks of a key tile at most, where it may have parts of lines
+) -> KeyShares:
+    """How CTAs share packed sequences' key tiles.
+    In parts of lines, or those with most blocks first."""
+    config, tiles = choose_backward_config(spec), list[KeyTileWork]()
+    if blocks is not None:
+        lines = list[tuple[KeyTileWork, ...]]()
+        for one, count in zip(sequences, counts, strict=True):
+            lines += count * [key_tiles_of(spec, config, one, False)]
+        limits = heads_in_lines(spec, sequences[0].seqlen_q), MOST_LINES, (blocks, most_parts)
+        shares = share_lines(tuple(lines), heads_kv, group, num_sms, *limits)
+        if shares is not None:
+            return shares
+    for one, count in zip(sequences, counts, strict=True):
+        tiles += count * key_tiles_of(spec, config, one, is_ordered)
+    if not is_ordered:
+        tiles.sort(reverse=True)
+    waits = is_ordered or sequences[0].seqlen_k <= most_keys_unzeroed(sequences[0].window)
+    sizes = tuple(tiles), heads_kv, group, num_sms, most_parts
+    return choose_shares(*sizes, is_ordered, waits, drifts=is_ordered and spec.mask.right)
+
+
+def rounded_length(length: int) -> int:
+    """A length to `DIGITS`, upwards, and at least 1."""
+    unit = 1 << max(0, length.bit_length() - DIGITS)
+    return max(1, -(-length // unit) * unit)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def divisors(number: int) -> tuple[int, ...]:
+    """From 1 up."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def heads_in_l2(kernels: BackwardKernels, rows: PackedRows, query_heads: int) -> int:
+    """Heads with Q, dO and dQ of the longest sequence in L2.
+    Of a head a CTA has `query_heads`, which it takes one after another."""
+    spec, config, longest = kernels.spec, kernels.config, max(1, rows.longest_q)
+    if kernels.has_lines:
+        return heads_in_lines(spec, longest) // query_heads
+    fitting = rows_in_l2(spec) // longest
+    if kernels.is_ordered and spec.mask.right:
+        if query_heads > 1:
+            fitting //= ORDERED_L2_DRIFTING * query_heads
+        elif config.tile_n > config.tile_m:
+            fitting //= ORDERED_L2
+    return fitting
+
+
+def head_groups_of_packed(heads_kv: int, tiles: int, fitting: int) -> int:
+    """Return the number of head groups, with equally many key/value heads each.
+    So many that L2 holds what the tiles of a group share, and up to `HEAD_GROUPS` if each has many
+    tiles. `fitting` are the heads with Q, dO and dQ of the longest sequence that fit into L2."""
+    counts = divisors(heads_kv)
+    for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
+    most = min(HEAD_GROUPS, max(1, tiles * heads_kv // FEWEST_TILES))
+    return max(for_l2, *(n for n in counts if n <= most))
