@@ -18,6 +18,7 @@ from fa3.calls.eager import (
     check_undifferentiated,
     no_memory,
 )
+from fa3.calls.latest import MOST_PLACES
 from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
@@ -255,8 +256,6 @@ def share_bytes(first: Operand, second: Operand, distance: int) -> bool:
 
 CheckOfAddresses = Callable[..., None]  # takes numbers of rows, and the tensors' addresses
 
-MOST_REMEMBERED = 128  # addresses that a check remembers: a layer has the same ones in every step
-
 
 # Fewer than of other things: each remembers many addresses.
 @functools.lru_cache(maxsize=REMEMBERED // 16)
@@ -310,7 +309,7 @@ def check_of_addresses(
                     )
 
     # These numbers are other ones in every call.
-    return check if growing else functools.lru_cache(maxsize=MOST_REMEMBERED)(check)
+    return check if growing else functools.lru_cache(maxsize=MOST_PLACES)(check)
 
 
 def check_apart(written: Sequence[str], tensors: Mapping[str, torch.Tensor | None]) -> None:
