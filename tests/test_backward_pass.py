@@ -25,6 +25,7 @@ from fa3.planning.backward_packed import (
     PackedRows,
     head_groups_of_packed,
     heads_in_l2,
+    launch_of_packed,
     shares_of_packed,
 )
 from fa3.planning.costs import H200
@@ -195,6 +196,16 @@ def test_fewer_heads_of_packed_sequences_are_together_in_order():
         spec = make_problem(head_dim=head_dim, window=CAUSAL).spec
         kernels = (BackwardKernels(spec, one, is_packed=True) for one in (False, True))
         assert [heads_in_l2(one, rows, query_heads) for one in kernels] == fitting
+
+
+@pytest.mark.parametrize(("num_sequences", "per_group"), [(3, 2), (1, 8)])
+def test_tiles_that_come_by_their_work_share_l2(num_sequences, per_group):
+    """By those of several sequences; one alone has the same order anyway."""
+    kernels = BackwardKernels(make_problem(head_dim=128, window=CAUSAL).spec, is_packed=True)
+    total = 6000 * num_sequences
+    rows = PackedRows(total, total, num_sequences, 6000, 16, 16)
+    arguments = launch_of_packed(kernels, CAUSAL, rows, KeyShares(), 132)[0].arguments
+    assert arguments["heads_per_group"] == per_group and arguments["is_by_work"]
 
 
 FIND_PART, PARTS_OF_LAST = (

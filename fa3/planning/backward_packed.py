@@ -42,6 +42,10 @@ PACKED_L2 = 1.5
 work. Four sequences of 1k were 1.18 times faster, with 1.4 times L2 0.99 to 1.05, with four or more
 times 0.80 to 0.99 (docs/experiments.md)."""
 
+PACKED_L2_SINGLE = 0.75
+"""The same where CTAs have one query head each: so many head groups there are then. With 0.67 or
+less instead of 1.33 times L2 six cells gained 1 to 24% (docs/experiments.md)."""
+
 ORDERED_L2, ORDERED_L2_DRIFTING = 3, 4
 """In a fixed order with a bound to the right, a head group has one part of so many of L2 for Q, dO
 and dQ of the longest sequence. The latter with several query heads of a CTA: CTAs drift apart, so
@@ -78,6 +82,11 @@ def launch_of_packed(
     tiles_of_head = 0 if kernels.has_lines else total_k // config.tile_n * shares.block_parts
     fitting = heads_in_l2(kernels, rows, rows.heads_q // heads)
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
+    times_l2 = rows.total_q * rows.heads_q / rows_in_l2(kernels.spec)
+    is_by_work = not kernels.is_ordered and times_l2 <= groups * PACKED_L2
+    if is_by_work and num_sequences > 1 and heads == rows.heads_q:
+        fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2_SINGLE)
+        groups = max(groups, next(fits, heads))
     is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
     capacity = capacity_of_table(total_k, num_sequences, config.tile_n) * shares.block_parts
     most_ctas = max(capacity * heads, convert_ctas(tiles))
@@ -97,8 +106,7 @@ def launch_of_packed(
         dq_is_zeroed=not kernels.has_lines,
         capacity=capacity,
         shift=shift_of_work(rows.longest_q, config.tile_m),
-        is_by_work=not kernels.is_ordered
-        and rows.total_q * rows.heads_q <= groups * PACKED_L2 * rows_in_l2(kernels.spec),
+        is_by_work=is_by_work,
     )
     return launch, layout
 
