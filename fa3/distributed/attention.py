@@ -13,11 +13,11 @@ from fa3.calls.latest import FastPath
 from fa3.calls.operands import DTYPES
 from fa3.calls.options import DENSE, PACKED, Options, check_scale, checked_options, integer
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.exchange import Group, OverRanks, RankCall, agree_on_rows, groups_of
+from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, groups_of
 from fa3.distributed.hops import Hops
 from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_layout
 from fa3.distributed.planning import methods_for, plan
-from fa3.distributed.transfer import num_rows_of
+from fa3.distributed.transfer import RankCall, num_rows_of
 from fa3.distributed.ulysses import Ulysses
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.scores.masks import Mask

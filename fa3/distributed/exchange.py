@@ -1,7 +1,7 @@
 """What ranks send each other: rows, heads, arguments."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from fa3.complaints import shown
-from fa3.distributed.alone import KeyPart
-from fa3.distributed.transfer import RowExchange, Runs, Transfer
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -34,34 +32,6 @@ def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
             f"2 dimensions with mesh_dim_names, or None, got {shown(group)}"
         )
     return group, *along
-
-
-class RankCall(NamedTuple):
-    """A call over ranks, without what its tensors hold.
-
-    Attributes:
-        chunks: of each rank, as `SequenceLayout.chunks` returns them; rank: in the group.
-        part: with what is asked for; ends: of documents, or of the sequence.
-        order: numbers of documents, as ranks have them, or none.
-        batch: as the first dimension of tensors, or none of documents.
-        sizes: heads and columns of q, k and v; dkv_dtype: of dK and dV.
-    """
-
-    chunks: Runs
-    group: dist.ProcessGroup
-    rank: int
-    part: KeyPart
-    ends: tuple[int, ...]
-    order: tuple[int, ...]
-    batch: tuple[int, ...]
-    sizes: tuple[tuple[int, int], ...]
-    dtype: torch.dtype
-    device: torch.device
-    dkv_dtype: torch.dtype
-
-    def transfer(self, exchange: RowExchange, kinds: Any, **options: Any) -> Transfer:
-        """Return a transfer of tensors with these heads, columns and dtypes."""
-        return Transfer(exchange, kinds, self.group, self.batch, self.device, **options)
 
 
 class OverRanks(torch.autograd.Function):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.exchange import RankCall
 from fa3.distributed.steps import steps_of
-from fa3.distributed.transfer import Transfer
+from fa3.distributed.transfer import RankCall, Transfer
 
 WAITING_SMS = 2
 """SMs that a part leaves while rows are under way: kernels in which ranks meet run there."""
@@ -75,8 +74,8 @@ class Hops:
         for number, (exchange, parts) in enumerate(steps):
             # Hops in a row have other memory.
             back = exchange.gradients(), kinds[1]
-            going = call.transfer(*back, number=2 + number, is_free=not self.keeps)
-            coming = call.transfer(exchange, kinds[0], number=number % 2)
+            going = Transfer(call, *back, number=2 + number, is_free=not self.keeps)
+            coming = Transfer(call, exchange, kinds[0], number=number % 2)
             self.hops.append(Hop(parts[rank], coming, going, exchange.rows_from(rank)))
         leave_sms(self.hops)
 

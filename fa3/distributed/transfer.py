@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fa3.distributed.alone import KeyPart
+
 Runs = tuple[tuple[range, ...], ...]  # rows of a sequence, of each rank
 Placed = list[tuple[range, int]]  # runs of rows, each with the number of rows before it
 
@@ -98,6 +100,30 @@ def with_begins(runs: Sequence[range]) -> Placed:
     return list(zip(runs, accumulate(map(len, runs), initial=0), strict=False))
 
 
+class RankCall(NamedTuple):
+    """A call over ranks, without what its tensors hold.
+
+    Attributes:
+        chunks: of each rank, as `SequenceLayout.chunks` returns them; rank: in the group.
+        part: with what is asked for; ends: of documents, or of the sequence.
+        order: numbers of documents, as ranks have them, or none.
+        batch: as the first dimension of tensors, or none of documents.
+        sizes: heads and columns of q, k and v; dkv_dtype: of dK and dV.
+    """
+
+    chunks: Runs
+    group: dist.ProcessGroup
+    rank: int
+    part: KeyPart
+    ends: tuple[int, ...]
+    order: tuple[int, ...]
+    batch: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+    dkv_dtype: torch.dtype
+
+
 @dataclass
 class Transfer:
     """An exchange of tensors (*batch, rows, heads, columns), again and again.
@@ -112,11 +138,9 @@ class Transfer:
             share from each rank, or "all".
     """
 
+    call: RankCall
     exchange: RowExchange
     kinds: Sequence[tuple[int, int, torch.dtype]]
-    group: dist.ProcessGroup
-    batch: tuple[int, ...]
-    device: torch.device
     number: int
     is_free: bool = False
     heads: str = "all"
@@ -125,10 +149,10 @@ class Transfer:
         # Of each piece of a tensor the tensor's number, where its rows are, where they come, and
         # the other rank. Copy engines take what is contiguous, so each sequence is a piece.
         self.own, self.leaving, self.coming = list[Any](), list[Any](), list[Any]()
-        self.rank = self.group.rank()
-        sequences: list[Any] = [*product(*map(range, self.batch))]
+        self.rank = self.call.group.rank()
+        sequences: list[Any] = [*product(*map(range, self.call.batch))]
         if len(sequences) == 1:
-            sequences = [(slice(None),) * len(self.batch)]  # a view less for the host
+            sequences = [(slice(None),) * len(self.call.batch)]  # a view less for the host
         for (source, target, rows, places), (i, (heads, *_)), sequence in product(
             self.exchange.moves, enumerate(self.kinds), sequences
         ):
@@ -143,12 +167,12 @@ class Transfer:
             elif target == self.rank:
                 self.coming.append((i, here, there, source))
         crosses = any(source != target for source, target, *_ in self.exchange.moves)
-        self.in_shared_memory = crosses and shares_memory(self.group, self.device)
+        self.in_shared_memory = crosses and shares_memory(self.call.group, self.call.device)
 
     def shapes(self, total: int) -> list[tuple[int, ...]]:
         """Return the shapes of what comes, with so many rows."""
-        first = [self.group.size()] * (self.heads == "join")
-        return [(*first, *self.batch, total, *sizes) for *sizes, _ in self.kinds]
+        first = [self.call.group.size()] * (self.heads == "join")
+        return [(*first, *self.call.batch, total, *sizes) for *sizes, _ in self.kinds]
 
     def start(self, tensors: Sequence[Tensor], meets: bool = False) -> Callable[[], list[Tensor]]:
         """Begin after the current stream's work; return what waits for tensors.
@@ -169,10 +193,10 @@ class Transfer:
     def send(self, tensors: Sequence[Tensor], results: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to send messages."""
         messages = [
-            dist.P2POp(dist.isend, tensors[i][here].contiguous(), None, self.group, 0, other)
+            dist.P2POp(dist.isend, tensors[i][here].contiguous(), None, self.call.group, 0, other)
             for i, here, _, other in self.leaving
         ] + [
-            dist.P2POp(dist.irecv, results[i][there], None, self.group, 0, other)
+            dist.P2POp(dist.irecv, results[i][there], None, self.call.group, 0, other)
             for i, _, there, other in self.coming
         ]
         works = dist.batch_isend_irecv(messages) if messages else []
@@ -189,7 +213,7 @@ class Transfer:
         """Begin to copy into other ranks' memory."""
         shared, kept = self.shared, list(tensors)
         # Without a number torch would look for the device, several times as long.
-        current = torch.cuda.current_stream(self.device.index)
+        current = torch.cuda.current_stream(self.call.device.index)
         self.begun.record(current)
         torch.cuda.set_stream(shared.stream)  # torch's context for this takes the host longer
         try:
@@ -222,7 +246,7 @@ class Transfer:
         counts = zip(map(math.prod, shapes), dtypes, strict=True)
         *begins, end = accumulate((-(-n * x.itemsize // 256) * 256 for n, x in counts), initial=0)
         size = 1 << max(end - 1, 1023).bit_length()
-        shared = SharedMemory.of(self.group, self.number, size)
+        shared = SharedMemory.of(self.call.group, self.number, size)
 
         def box(rank: int, i: int) -> Tensor:
             begin = begins[i] // dtypes[i].itemsize

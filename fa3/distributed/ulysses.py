@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fa3.distributed.exchange import RankCall
 from fa3.distributed.hops import Hops
-from fa3.distributed.transfer import exchange_of, together
+from fa3.distributed.transfer import RankCall, Transfer, exchange_of, together
 
 
 class Ulysses:
@@ -54,8 +53,8 @@ class Ulysses:
         here = call._replace(group=group)
         split: Any = {"number": 0, "heads": "split"}
         join: Any = {"number": 1, "heads": "join", "is_free": True}
-        self.transfers = {x: here.transfer(there, y, **split) for x, y in to_heads.items()}
-        self.transfers |= {x: here.transfer(back, y, **join) for x, y in to_rows.items()}
+        self.transfers = {x: Transfer(here, there, y, **split) for x, y in to_heads.items()}
+        self.transfers |= {x: Transfer(here, back, y, **join) for x, y in to_rows.items()}
         outer = call._replace(chunks=wholes, group=outside, rank=number, sizes=sizes)
         self.inside = Hops(outer._replace(dkv_dtype=dkv_dtype), by_ring)
         is_shared = self.transfers["qkv"].in_shared_memory
