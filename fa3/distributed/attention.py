@@ -212,15 +212,17 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
 def check_call(call: Any, sequences: int) -> None:
     """Raise unless the tensors fit together, for so many sequences."""
     q, k, v = call.q, call.k, call.v
-    for name, one in (("k", k), ("v", v)):
-        if one.shape[-3] != q.shape[-3]:
-            raise ValueError(f"{name} must have {q.shape[-3]} rows like q, got {one.shape[-3]}")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
     q.check_dtype("q", *DTYPES)
     # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
-    k.check_same_kind("k", q)
-    v.check_same_kind("v", q)
+    for name, one in (("q", q), ("k", k), ("v", v)):
+        one.check_same_kind(name, q)
+        one.check_head_dim(name)
+        one.check_layout(name)
+    k.check_shape("k", (*q.shape[:-2], k.shape[-2], q.shape[-1]), "q")
+    v.check_shape("v", (*k.shape[:-1], v.shape[-1]), "q and k")
+    k.check_heads_divide("k", q)
     sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[-2], "q")}
     check_tensor(call, "alibi_slopes", sizes)
     check_tensor(call, "sinks", sizes)
