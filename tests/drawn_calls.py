@@ -1,7 +1,6 @@
 """Calls of every kind on a GPU that takes notes: a list that is the same every time."""
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from typing import NamedTuple
 import torch
 from fake_gpu import Notes
 from problems import make_problem
+from varlen_problems import ends_of, integers
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
@@ -51,15 +51,6 @@ class Draw(random.Random):
         if self.maybe(0.1):
             return torch.empty(*shape[:-1], 2, shape[-1], dtype=dtype)[..., 1, :]
         return torch.empty(shape, dtype=dtype)
-
-
-def integers(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def ends_of(counts: list[int]) -> torch.Tensor:
-    """Where sequences with so many rows end."""
-    return integers(*itertools.accumulate(counts, initial=0))
 
 
 class Heads(NamedTuple):

@@ -54,13 +54,13 @@ HEAD_DIMS = head_dims()
 
 
 @st.composite
-def problems(draw, least: int = 0, longest: int = 300, sizes=HEAD_DIMS) -> Problem:
-    """Draw problems of `least` or more sequences and rows."""
+def problems(draw, least: int = 0, longest: int = 300, sizes=HEAD_DIMS, most: int = 2) -> Problem:
+    """Draw problems of `least` or more sequences and rows, and `most` sequences and heads."""
     return make_problem(
-        batch=draw(st.integers(least, 2)),
+        batch=draw(st.integers(least, most)),
         seqlen_q=draw(st.integers(least, longest)),
         seqlen_k=draw(st.integers(least, longest)),
-        num_heads_kv=draw(st.integers(1, 2)),
+        num_heads_kv=draw(st.integers(min(least, 1), most)),
         qhead_per_kvhead=draw(st.sampled_from([1, 2, 3, 8])),
         head_dim=draw(sizes),
         window=draw(windows(longest + 20)),

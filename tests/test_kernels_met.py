@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_latest import operand, packed_operands
-from varlen_problems import signature_with
+from varlen_problems import ends_of, signature_with
 
 import fa3
 from fa3.calls import devices, execution, prepare
@@ -182,11 +182,6 @@ def int32(numbers) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def ends_of(counts: list[int]) -> torch.Tensor:
-    """Where sequences with so many rows end."""
-    return int32([0, *counts]).cumsum(0, dtype=torch.int32)
-
-
 def queries(*rows: int) -> torch.Tensor:
     return bfloat16(*rows, MODEL.heads_q, MODEL.head_dim)
 
@@ -203,9 +198,6 @@ def met(monkeypatch):
     def of_plan(plan, *rest):
         found.update((launch.kernel, None) for launch in plan.launches())
 
-    def of_cache(plan, *rest):
-        found.update((launch.kernel, None) for launch in plan.launches())
-
     def of_packed(call, values):
         route = call.signature.route(call.sizes(values))
         # Few calls have the kernels for tiles that the GPU splits.
@@ -214,7 +206,7 @@ def met(monkeypatch):
         found.update((launch.kernel, None) for launch in launches)
 
     monkeypatch.setattr(execution, "execute", of_plan)
-    monkeypatch.setattr(execution, "execute_decode", of_cache)
+    monkeypatch.setattr(execution, "execute_decode", of_plan)
     monkeypatch.setattr(PackedCall, "attend", of_packed)
     monkeypatch.setattr(
         HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})

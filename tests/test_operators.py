@@ -1,5 +1,6 @@
 """Operators that stand for calls in graphs: torch's own checks, and what graphs compute."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -50,14 +51,10 @@ def forward_case(**options) -> Case:
     return make_case(operators.ATTENTION, function=operators.DENSE, causal=True, **named, **options)
 
 
-def with_gradients(case: Case) -> Case:
-    operator, arguments = case
+def differentiated(make: Callable[[], Case]) -> Case:
+    operator, arguments = make()
     sinks = {"sinks": torch.randn(4).requires_grad_()}
     return operator, arguments | {x: arguments[x].requires_grad_() for x in "qkv"} | sinks
-
-
-def differentiated_case() -> Case:
-    return with_gradients(forward_case())
 
 
 def backward_of(attend, arguments: dict[str, object], **options) -> Case:
@@ -78,17 +75,11 @@ def written_case() -> Case:
     return operators.ATTENTION_OUT, arguments | {"out": torch.empty_like(arguments["q"])}
 
 
-def varlen_case(has_out: bool = False) -> Case:
+def varlen_case() -> Case:
     q, k, v, ends = packed(7, 13)
     named = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
     named |= {"max_seqlen_q": 13, "max_seqlen_k": 13, "function": operators.PACKED}
-    if has_out:
-        return make_case(operators.ATTENTION_OUT, **named, out=torch.empty_like(q))
     return make_case(operators.ATTENTION, **named)
-
-
-def differentiated_varlen_case() -> Case:
-    return with_gradients(varlen_case())
 
 
 def varlen_backward_case(**options) -> Case:
@@ -101,16 +92,15 @@ def varlen_backward_case(**options) -> Case:
     return backward_of(attend, arguments, **options)
 
 
-def cache_case(appends: bool, has_out: bool) -> Case:
-    q, k, v, k_cache, v_cache, lengths = cache()
-    named = {"q": q, "k": k_cache, "v": v_cache, "seqused_k": lengths, "causal": True}
-    out = torch.empty_like(q) if has_out else None
-    if appends:
-        return make_case(operators.APPEND, **named, k_new=k, v_new=v, out=out)
-    named["function"] = operators.CACHED
-    if has_out:
-        return make_case(operators.ATTENTION_OUT, **named, out=out)
-    return make_case(operators.ATTENTION, **named)
+def cache_case(operator=operators.ATTENTION, **options) -> Case:
+    q, _, _, k, v, lengths = cache()
+    named = {"q": q, "k": k, "v": v, "seqused_k": lengths, "causal": True}
+    return make_case(operator, **named, **options or {"function": operators.CACHED})
+
+
+def append_case() -> Case:
+    q, k, v, *_ = cache()
+    return cache_case(operators.APPEND, k_new=k, v_new=v, out=torch.empty_like(q))
 
 
 def combine_case(has_out: bool) -> Case:
@@ -125,14 +115,14 @@ CASES = {
     "dense": forward_case,
     "dense, sinks": lambda: forward_case(sinks=torch.randn(4), softcap=5.0),
     "dense, dropout": lambda: forward_case(dropout_p=0.3, rng_state=torch.tensor([7])),
-    "dense, differentiated": differentiated_case,
+    "dense, differentiated": partial(differentiated, forward_case),
     "dense with out": written_case,
     "dense, backward": backward_case,
     "packed": varlen_case,
-    "packed, differentiated": differentiated_varlen_case,
+    "packed, differentiated": partial(differentiated, varlen_case),
     "packed, backward": varlen_backward_case,
-    "cache": lambda: cache_case(False, False),
-    "append with out": lambda: cache_case(True, True),
+    "cache": cache_case,
+    "append with out": append_case,
     "combine": lambda: combine_case(False),
     "combine with out": lambda: combine_case(True),
 }
@@ -312,7 +302,7 @@ def test_inductor_does_not_copy_caches(dynamic):
 
 
 def test_a_call_on_a_cache_has_no_gradient():
-    operator, arguments = cache_case(False, False)
+    operator, arguments = cache_case()
     arguments["q"].requires_grad_()
     with pytest.raises(NotImplementedError, match=r"^flash_attn_with_kvcache has no gradient"):
         operator(**arguments)
@@ -382,10 +372,6 @@ def test_gradients_of_other_lengths_come_from_the_same_graph(call):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def attend_in_order(q, k, v):
-    return fa3.flash_attn_func(q, k, v, causal=True, deterministic=True, return_lse=True)
-
-
 def attend_inside_in_order(q, k, v, ends, longest):
     return fa3.flash_attn_varlen_func(
         q, k, v, ends, ends, longest, longest, deterministic=True, return_lse=True
@@ -393,17 +379,19 @@ def attend_inside_in_order(q, k, v, ends, longest):
 
 
 ORDERED = {
-    "dense": (attend_in_order, tensors),
+    "dense": (
+        partial(fa3.flash_attn_func, causal=True, deterministic=True, return_lse=True),
+        tensors,
+    ),
     "packed": (attend_inside_in_order, lambda n: (*packed(n, 5, n // 2), n)),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "name"),
-    [(differentiated_case, "flash_attn_func"), (differentiated_varlen_case, "_varlen_func")],
+    ("make", "name"), [(forward_case, "flash_attn_func"), (varlen_case, "_varlen_func")]
 )
-def test_operators_have_no_second_derivative(case, name):
-    operator, arguments = case()
+def test_operators_have_no_second_derivative(make, name):
+    operator, arguments = differentiated(make)
     out, _ = operator(**arguments)
     (d_q,) = torch.autograd.grad(out.float().square().sum(), arguments["q"], create_graph=True)
     with pytest.raises(NotImplementedError, match=f"{name} has no second derivative"):

@@ -7,10 +7,12 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+import test_vllm
 import torch
+from varlen_problems import ends_of
 
 import fa3
 
@@ -47,16 +49,7 @@ PLACE = "sglang.kernels.ops.attention.flash_attention_v3"
 @pytest.fixture(autouse=True)
 def modules(monkeypatch) -> SimpleNamespace:
     """Put modules in SGLang's place, and run what the document says."""
-    made = {}
-    for name in (PLACE, "sgl_kernel.flash_attn"):
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            part = ".".join(parts[:end])
-            made.setdefault(part, ModuleType(part)).__path__ = []
-            if end > 1:
-                setattr(made[".".join(parts[: end - 1])], parts[end - 1], made[part])
-    for name, module in made.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    made = test_vllm.put_modules(monkeypatch, (PLACE, "sgl_kernel.flash_attn"))
     (code,) = re.findall(r"## SGLang\n.*?```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     exec(code, {})
     return SimpleNamespace(v3=made[PLACE], sgl_kernel=made["sgl_kernel.flash_attn"])
@@ -78,10 +71,6 @@ def call(function: str, **given) -> object:
 
 
 # --------------------------------------------------------------------------------------- the calls
-
-
-def ends_of(counts: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).int()
 
 
 def drawn(rows: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> torch.Tensor:
@@ -142,12 +131,7 @@ class Requests:
             close(lse, torch.cat([one[0] for _, one in alone], dim=1))
 
 
-BATCHES = {
-    "prefill": ([40, 17, 3], [40, 17, 3]),
-    "chunked": ([40, 61, 30, 16], [1, 20, 30, 2]),
-    "verify": ([40, 17, 90], [4, 4, 4]),
-    "decode": ([40, 17, 90, 1], [1, 1, 1, 1]),
-}
+BATCHES = test_vllm.BATCHES | {"verify": ([40, 17, 90], [4, 4, 4])}
 SINKS = torch.arange(4.0).bfloat16()
 LAYERS = {
     "plain": {},

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -78,24 +79,30 @@ MODULES = {
 """What is where in vLLM."""
 
 
-@pytest.fixture
-def stand_in(monkeypatch) -> dict[str, ModuleType]:
-    """Put modules in vLLM's place."""
+def put_modules(monkeypatch, names: Iterable[str]) -> dict[str, ModuleType]:
+    """Put empty modules in the place of these and of the packages that they are in."""
     modules = {}
-    for name, members in MODULES.items():
+    for name in names:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             part = ".".join(parts[:end])
-            module = modules.setdefault(part, ModuleType(part))
-            module.__path__ = []
+            modules.setdefault(part, ModuleType(part)).__path__ = []
             if end > 1:
-                setattr(modules[".".join(parts[: end - 1])], parts[end - 1], module)
-        vars(module).update(members)
+                setattr(modules[".".join(parts[: end - 1])], parts[end - 1], modules[part])
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> dict[str, ModuleType]:
+    """Put modules in vLLM's place."""
     for name in [*sys.modules]:
         if name.partition(".")[0] == "vllm":
             monkeypatch.delitem(sys.modules, name)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    modules = put_modules(monkeypatch, MODULES)
+    for name, members in MODULES.items():
+        vars(modules[name]).update(members)
     return modules
 
 

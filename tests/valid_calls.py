@@ -99,9 +99,8 @@ def metadata_of_cache(**changes) -> fa3.SchedulerMetadata:
 
 
 def metadata_of_packed(**changes) -> fa3.SchedulerMetadata:
-    sizes = {"max_seqlen_q": 2, "headdim": 64, "num_heads_q": 2, "num_heads_kv": 2}
     lengths = {"cache_seqlens": integers(4, 7), "cu_seqlens_q": integers(0, 2, 4)}
-    return fa3.get_scheduler_metadata(**metadata() | sizes | lengths | changes)
+    return metadata_of_cache(**lengths | {"num_heads_q": 2, "max_seqlen_k_new": 0} | changes)
 
 
 def backward() -> dict:

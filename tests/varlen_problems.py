@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -140,6 +140,11 @@ def integers(*values: int, device="cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def ends_of(lengths: Iterable[int], device="cpu") -> torch.Tensor:
+    """Where sequences with so many rows end."""
+    return integers(0, *lengths, device=device).cumsum(0, dtype=torch.int32)
+
+
 def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
     """Draw the arguments of a call; its tensors are NaN in all rows that are not used."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -153,9 +158,6 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
             part.copy_(torch.randn(part.shape, generator=generator, device=device))
         return tensor
 
-    def ends(seqlens: tuple[int, ...]) -> torch.Tensor:
-        return integers(0, *seqlens, device=device).cumsum(0, dtype=torch.int32)
-
     rows_q, rows_k = ([getattr(rows, side) for rows in problem.rows] for side in "qk")
     total_q, total_k = (
         sum(seqlens) + problem.spare for seqlens in (problem.seqlens_q, problem.seqlens_k)
@@ -164,8 +166,8 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
         "q": packed(rows_q, total_q, heads_q, problem.head_dim),
         "k": packed(rows_k, total_k, problem.heads_kv, problem.head_dim),
         "v": packed(rows_k, total_k, problem.heads_kv, problem.columns_v),
-        "cu_seqlens_q": ends(problem.seqlens_q),
-        "cu_seqlens_k": ends(problem.seqlens_k),
+        "cu_seqlens_q": ends_of(problem.seqlens_q, device),
+        "cu_seqlens_k": ends_of(problem.seqlens_k, device),
         "max_seqlen_q": max(map(len, rows_q), default=0),
         "max_seqlen_k": max(map(len, rows_k), default=0),
         "softmax_scale": problem.softmax_scale,
@@ -346,7 +348,7 @@ WRONG_ENDS = [
 """Lengths of three sequences that are none."""
 
 
-def check_wrong_ends(call: dict, ends: tuple[int, ...], **options) -> None:
+def check_wrong_ends(call: dict, **options) -> None:
     """Assert that a call whose lengths are none writes nothing outside of out."""
     device, rows = call["q"].device, len(call["q"])
     around = torch.full((3 * rows, *call["q"].shape[1:]), 7.0, device=device).to(call["q"].dtype)
@@ -354,11 +356,12 @@ def check_wrong_ends(call: dict, ends: tuple[int, ...], **options) -> None:
     if "k_cache" in call:
         function, names = fa3.flash_attn_with_kvcache, ["cu_seqlens_q"]
         call |= {name: call[name].nan_to_num() for name in ("k_cache", "v_cache")}
-    lengths = dict.fromkeys(names, integers(*ends, device=device))
-    function(**call | lengths | options, out=around[rows : 2 * rows])
-    torch.cuda.synchronize()
-    assert (around[:rows] == 7).all() and (around[2 * rows :] == 7).all()
-    assert not used_counters()
+    for ends in WRONG_ENDS:
+        lengths = dict.fromkeys(names, integers(*ends, device=device))
+        function(**call | lengths | options, out=around[rows : 2 * rows])
+        torch.cuda.synchronize()
+        assert (around[:rows] == 7).all() and (around[2 * rows :] == 7).all()
+        assert not used_counters()
 
 
 LENGTHS_OF_GRAPHS = "cu_seqlens_q", "cu_seqlens_k"
