@@ -38,14 +38,10 @@ def versions() -> dict[str, str]:
     import cutlass
 
     # A process may run another DSL than the one that is installed (`test_older_dsl.py`).
-    return dict(zip(COMPILERS, (cutlass.__version__, of_package(COMPILERS[1])), strict=True))
-
-
-def of_package(name: str) -> str:
-    """Return the version of an installed package."""
+    disassembler = "not installed"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return "not installed"
+        disassembler = importlib.metadata.version(COMPILERS[1])
+    return dict(zip(COMPILERS, (cutlass.__version__, disassembler), strict=True))
 
 
 def read(name: str) -> dict:

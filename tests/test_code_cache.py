@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -168,10 +169,7 @@ def test_what_a_folder_cannot_take_is_made_with_one_warning(folder, make, monkey
 
 
 def test_a_user_without_a_home_gets_a_warning(make, monkeypatch):
-    def unknown(uid):
-        raise KeyError(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     for name in ("HOME", "XDG_CACHE_HOME", "FA3_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     with pytest.warns(RuntimeWarning, match="no folder"):
@@ -283,8 +281,6 @@ def test_a_lock_is_not_made_where_a_link_leads(folder, make):
 
 
 def test_a_file_system_without_locks_will_do(make, monkeypatch):
-    def flock(*arguments):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    no_locks = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_locks))
     assert is_stored(make)

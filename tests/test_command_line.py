@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,10 +77,7 @@ def test_a_closed_standard_output_is_no_error(monkeypatch, capsys):
 
 
 def test_ctrl_c_ends_a_command_in_a_word(monkeypatch, capsys):
-    def warmup(**options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fa3.tools.warmup.warmup", warmup)
+    monkeypatch.setattr("fa3.tools.warmup.warmup", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as ended:
         main(["compile", "--preset", "llama3-8b"])
     assert ended.value.code == 130

@@ -65,18 +65,17 @@ def kernel_of_functions(spec: AttentionSpec, page_size: int) -> Decode:
     return kernel_of(spec, CacheLayout(page_size), is_packed=True, has_used_q=True)
 
 
-def kernel_of_packed_keys(spec: AttentionSpec, **options) -> Decode:
-    return kernel_of(spec, CacheLayout(is_packed=True, has_seqlens=True), is_packed=True, **options)
-
-
 DECODING = {
     "crews": kernel_of(CAUSAL, "contiguous", CtaGroups),
     "crews-page1": kernel_of(spec_of(mask="causal", **MODIFIED), "page1", CtaGroups),
     "contiguous": kernel_of(CAUSAL, "contiguous"),
     "(72, 200)-page24": kernel_of(spec_of((72, 200)), "page24"),
     "NoSplit-padded": kernel_of(CAUSAL, "padded", NoSplit),
-    "packed keys, 256": kernel_of_packed_keys(
-        spec_of((256, 256), "causal", **MODIFIED), has_used_q=True
+    "packed keys, 256": kernel_of(
+        spec_of((256, 256), "causal", **MODIFIED),
+        CacheLayout(is_packed=True, has_seqlens=True),
+        is_packed=True,
+        has_used_q=True,
     ),
     "packed queries, window": kernel_of(
         spec_of(mask="window"), "page16", FixedSplit, is_packed=True

@@ -102,20 +102,16 @@ def after():
     return run_page()
 
 
-def expected_masks(after: dict) -> dict[str, torch.Tensor]:
-    """What each section's mask lets through, by plain comparisons and by the page's masks."""
+def check_weights(after: dict) -> None:
+    """Equal weights on visible keys, by plain comparisons and the page's masks; none on others."""
     at = positions(SEQLEN)
-    return {
+    expected_masks = {
         "Causal": CAUSAL,
         "Sliding window": visible(SEQLEN, SEQLEN, Window(5, 0)),
         "Prefix LM": after["Prefix LM"]["prefix"].reference(at).cpu(),
         "Documents": CAUSAL & after["Documents"]["documents"].reference(at).cpu(),
     }
-
-
-def check_weights(after: dict) -> None:
-    """Equal weights on visible keys, and none on the others."""
-    for title, seen in expected_masks(after).items():
+    for title, seen in expected_masks.items():
         out = after[title]["out"][0].float().cpu()
         expected = (seen / seen.sum(dim=1, keepdim=True)).float()
         for head in range(8):

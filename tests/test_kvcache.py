@@ -37,8 +37,6 @@ FAMILIES = 16
 
 LENGTHS = (0, 1, 20, 300, 3000)
 
-PAGE_SIZES = (None, 1, 2, 16, 48, 64, 128, 256)
-
 MODES = {
     "stream": {},
     "whole": {"num_splits": 1},
@@ -168,7 +166,7 @@ def test_keys_that_grow(where):
         check_call(call, *run(call, **options))
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", [None, 1, 2, 16, 48, 64, 128, 256])
 def test_lengths(page_size, where):
     for seqlen, counts in product((0, 1, 2, 64, 65, 127, 128, 129, 1000), (None, (2, 2, 2))):
         problem = CacheProblem((seqlen, 5, 300), counts=counts, page_size=page_size, head_dim=128)
@@ -329,8 +327,7 @@ def test_pages_that_are_only_read_may_be_shared():
     call["cache_seqlens"] = integers(16, 20)
     for name in ("k_cache", "v_cache"):
         call[name] = torch.randn_like(call[name])
-    out, lse, caches = run(call)
-    check_call(call, out, lse, caches)
+    check_call(call, *run(call))
 
 
 # -------------------------------------------------------------------- values that lie on a GPU

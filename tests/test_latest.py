@@ -56,13 +56,8 @@ def kind(request):
 def stop_describing(monkeypatch):
     """What makes every call fail from then on that describes its tensors."""
 
-    def refuse(*given):
-        pytest.fail("was described")
-
-    def stop() -> None:
-        monkeypatch.setattr(attention, "describe_tensors", refuse)
-
-    return stop
+    refuse = partial(pytest.fail, "was described")
+    return lambda: monkeypatch.setattr(attention, "describe_tensors", lambda *_: refuse())
 
 
 def test_a_call_like_the_one_before_is_not_described(kind, stop_describing):

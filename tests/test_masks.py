@@ -134,25 +134,16 @@ def tables(draw):
     return tile, Table(seen, draw(st.sampled_from([0, 0, 7, 100])))
 
 
-def intersected(tile, table: Table) -> tuple[Blocks, torch.Tensor]:
-    """Return the blocks of a tile, and what of the keys its rows see."""
-    row_begin, num_rows, _, sequence = tile
-    mask = Intersection(Band.of(sequence.window), table).at(0, 0)
-    seen = visible(*sequence) & table.seen
-    return mask.key_blocks(*tile), seen[row_begin : row_begin + num_rows]
-
-
 @settings(max_examples=200)
 @given(tiles() | tables())
 def test_blocks_are_those_that_a_tile_sees(drawn):
     """Without a mask of the user's, and with one: all visible keys, and all of the full blocks."""
-    if len(drawn) == 2:
-        tile, _ = drawn
-        blocks, seen = intersected(*drawn)
-    else:
-        tile = row_begin, num_rows, _, sequence = drawn
-        blocks, seen = key_blocks(*tile), seen_by(row_begin, num_rows, sequence)
-    tile_n, sequence = tile[2:]
+    tile, table = drawn if len(drawn) == 2 else (drawn, None)
+    row_begin, num_rows, tile_n, sequence = tile
+    blocks, seen = key_blocks(*tile), seen_by(row_begin, num_rows, sequence)
+    if table is not None:
+        blocks = Intersection(Band.of(sequence.window), table).at(0, 0).key_blocks(*tile)
+        seen = seen & table.seen[row_begin : row_begin + num_rows]
     assert 0 <= blocks.begin <= blocks.full_begin <= blocks.full_end <= blocks.end
     assert blocks.begin < blocks.end
     assert not seen[:, : blocks.begin * tile_n].any()

@@ -31,15 +31,14 @@ sys.exit(pytest.main(arguments))
 """
 
 
-def names_of_tests() -> list[str]:
-    """Return the names of tests of forward, decode, append and backward kernels."""
-    ragged = next(name_of(case) for case in cases() if case[2] is RaggedTiles)
-    return [
-        f"test_compile.py::test_machine_code[{ragged}]",
-        "test_decode_compile.py::test_machine_code_of_decode[contiguous]",
-        "test_decode_compile.py::test_machine_code[pairs-of-some]",
-        "test_backward_compile.py::test_machine_code_for_packed_sequences",
-    ]
+RAGGED = next(name_of(case) for case in cases() if case[2] is RaggedTiles)
+NAMES = [
+    f"test_compile.py::test_machine_code[{RAGGED}]",
+    "test_decode_compile.py::test_machine_code_of_decode[contiguous]",
+    "test_decode_compile.py::test_machine_code[pairs-of-some]",
+    "test_backward_compile.py::test_machine_code_for_packed_sequences",
+]
+"""Tests of forward, decode, append and backward kernels."""
 
 
 def oldest(package: str) -> str:
@@ -67,8 +66,7 @@ def older_dsl(tmp_path):
 
 @pytest.mark.compiles
 def test_machine_code(older_dsl):
-    tests = names_of_tests()
-    arguments = ("-n", "0", "-p", "no:cacheprovider", *tests)
+    arguments = ("-n", "0", "-p", "no:cacheprovider", *NAMES)
     paths = (str(older_dsl), *sys.path)
     done = subprocess.run(
         [sys.executable, "-c", RUN_TESTS, oldest(DSL), oldest(FFI), *arguments],
@@ -77,4 +75,4 @@ def test_machine_code(older_dsl):
         capture_output=True,
         text=True,
     )
-    assert f"{len(tests)} passed" in done.stdout, done.stdout + done.stderr
+    assert f"{len(NAMES)} passed" in done.stdout, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,18 +40,12 @@ def attend(problem: Problem, where="cpu", seed: int = 0, **options):
 
 def how(problem: Problem, **options) -> PreparedPlan:
     """What runs a call of the problem."""
-    found = []
-    prepare = attention.prepare_call
-
-    def remember(*given):
-        found.append(prepare(*given))
-        return found[-1]
-
+    prepare = Mock(wraps=attention.prepare_call)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "prepare_call", remember)
+        patch.setattr(attention, "prepare_call", prepare)
         fa3.flash_attn_func(*make_operands(problem), window_size=problem.window, **options)
-    (call,) = found
-    return call.kernels
+    prepare.assert_called_once()
+    return attention.prepare_call(*prepare.call_args.args).kernels
 
 
 # ------------------------------------------------------------------------------------ results

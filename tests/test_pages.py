@@ -50,18 +50,14 @@ def anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
 
 
-def anchors_of(page: Path) -> set[str]:
-    """Return the anchors that a page's headings get."""
-    return set(map(anchor, re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)))
-
-
 def test_links_lead_to_headings():
     wrong = []
     for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "CONTRIBUTING.md"]:
-        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+        for target, place in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
             there = page.parent / target if target else page
-            if there.suffix == ".md" and anchor not in anchors_of(there):
-                wrong.append((page.name, target, anchor))
+            if there.suffix == ".md":
+                titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                wrong += [(page.name, target, place)] * (place not in map(anchor, titles))
     assert wrong == []
 
 

@@ -21,9 +21,6 @@ from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
 from fa3.tools.recording import run_recorded, timeline_of
 
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
 PROBLEM = make_problem(1, 1000, 3000, 2, 4, 128, CAUSAL)
 LARGER = make_problem(2, 1500, 3100, 2, 2, 128, CAUSAL)
 NARROW = make_problem(1, 3000, 3000, 2, 4, 64, CAUSAL)

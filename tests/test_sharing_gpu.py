@@ -264,11 +264,7 @@ def test_calls_that_are_interrupted_at_random_moments(device):
     calls = [make_call(problem_of(seed), seed, device) for seed in range(8)]
     expected = [run(call) for call in calls]
     draw, rounds, interrupted = random.Random(0), 200, 0
-
-    def interrupt(*given) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     signal_here = signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)
     try:
         for _ in range(rounds):

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -264,19 +265,15 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         (200, 0, 131), 2, (2, 2, 2), page_size=16, group=4, head_dim_v=96, causal=True, softcap=9.0
     )
     call = make_call(problem)
-    cuts, chosen = [], decode.choose_cut
-
-    def choose_cut(*arguments):
-        cuts.append(chosen(*arguments))
-        return cuts[-1]
-
+    choose_cut = Mock(wraps=decode.choose_cut)
     monkeypatch.setattr(decode, "choose_cut", choose_cut)
     forget_prepared_calls()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
     out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)
     check_call(call, out, lse, tuple(caches.values()))
-    assert [type(cut) for cut in cuts] == [cut]
+    choose_cut.assert_called_once()
+    assert type(choose_cut(*choose_cut.call_args.args)) is cut
 
 
 @pytest.mark.parametrize("assertions", [False, True])

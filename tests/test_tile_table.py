@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from host_table import TableKind
+from host_table import TableKind, records_of
 from machine_code import report_of
 from pairs import combine
 from varlen_problems import WRONG_ENDS
@@ -229,11 +229,8 @@ def check_many(lengths: list[list[int]], window: Window, short: int, device) -> 
     of_host = kind.table(
         *(RaggedLengths(end.numpy(), None, total) for end, total in zip(ends, totals, strict=True))
     )
-    found, expected = (
-        [TileRecord(*words[: len(TileRecord._fields)]) for words in one]
-        for one in (records, of_host[TABLE_HEADER:].reshape(-1, RECORD).tolist())
-    )
-    assert sorted(found) == sorted(expected[: of_host[NUM_RECORDS]]) and header[0] == 0
+    found = [TileRecord(*words[: len(TileRecord._fields)]) for words in records]
+    assert sorted(found) == sorted(records_of(of_host)) and header[0] == 0
     assert abs(header[CTAS_BESIDE] - int(of_host[CTAS_BESIDE])) <= 1
     # Sequence by sequence, the last rows first, and sequences in order of their longest tile.
     for one, other in itertools.pairwise(found):

@@ -4,6 +4,8 @@ Without a GPU the kernels are put at the dispatch key CPU, where torch has none 
 calls of aten's operators and `varlen_attn` then go through the dispatcher and autograd as on a GPU.
 """
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,13 +205,8 @@ def test_packed_sequences_with_lengths_that_fa3_does_not_read(stock):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_gradients_have_a_fixed_order_if_torch_wants_it(stock, monkeypatch, is_wanted, is_packed):
-    compute, asked = integration.run_backward, []
-
-    def noted(deterministic, **arguments):
-        asked.append(deterministic)
-        return compute(deterministic=deterministic, **arguments)
-
-    monkeypatch.setattr(integration, "run_backward", noted)
+    compute = Mock(wraps=integration.run_backward)
+    monkeypatch.setattr(integration, "run_backward", compute)
     torch.use_deterministic_algorithms(is_wanted)
     try:
         if is_packed:
@@ -223,7 +220,8 @@ def test_gradients_have_a_fixed_order_if_torch_wants_it(stock, monkeypatch, is_w
         torch.autograd.grad(out, q, torch.ones_like(out))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked == [is_wanted] and not stock.called
+    compute.assert_called_once()
+    assert compute.call_args.kwargs["deterministic"] == is_wanted and not stock.called
 
 
 def test_a_kernel_that_writes_to_a_tensor_of_the_callers(stock):
@@ -287,31 +285,18 @@ def active():
     torch_attention.restore_flash_attention_impl()
 
 
-def runs_of_fa3(monkeypatch, name: str = "attend_into") -> list:
-    """Note the calls that fa3 computes from now on, or differentiates."""
-    ran = []
-    run = getattr(integration, name)
-
-    def noted(*arguments, **named):
-        result = run(*arguments, **named)
-        ran.append(arguments[0].query.shape)
-        return result
-
-    monkeypatch.setattr(integration, name, noted)
-    return ran
-
-
 @needs_registry
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_sdpa_on_a_gpu(active, device, monkeypatch, is_causal):
-    ran = runs_of_fa3(monkeypatch)
+    run = Mock(wraps=integration.attend_into)
+    monkeypatch.setattr(integration, "attend_into", run)
     q, k, v = (x.to(device).requires_grad_() for x in heads_first(seqlen=300))
     with torch_attention.sdpa_kernel(torch_attention.SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     d_out = torch.randn_like(out)
     found = out, *torch.autograd.grad(out, (q, k, v), d_out)
-    assert len(ran) == 1
+    run.assert_called_once()
     inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
         exact = F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
@@ -325,7 +310,8 @@ def test_sdpa_on_a_gpu(active, device, monkeypatch, is_causal):
 @pytest.mark.parametrize("transposed", [True, False])
 def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, transposed):
     """Inductor checks the strides of what comes back."""
-    ran = runs_of_fa3(monkeypatch, "differentiate")
+    run = Mock(wraps=integration.differentiate)
+    monkeypatch.setattr(integration, "differentiate", run)
 
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -335,5 +321,5 @@ def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, tran
     out, expected = torch.compile(attend, fullgraph=True)(*inputs), attend(*inputs)
     d_out = torch.randn_like(out)
     found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
-    assert len(ran) == 2
+    assert run.call_count == 2
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)

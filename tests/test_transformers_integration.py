@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,8 +128,13 @@ def padded(ids: torch.Tensor, side: str | None) -> tuple[torch.Tensor | None, to
 @devices
 @torch.no_grad()
 def test_prefill(family, device_type):
-    model, ids = make_model(family, device_type), tokens(2, 40, device_type=device_type)
-    for side in (None, *PADDED):
+    check_prefill(make_model(family, device_type), (None, *PADDED))
+
+
+def check_prefill(model: torch.nn.Module, sides: tuple) -> None:
+    """Check the logits of tokens that count, with padding on each of these sides."""
+    ids = tokens(2, 40, device_type=model.device.type)
+    for side in sides:
         mask, seen = padded(ids, side)
         check_logits(
             model, lambda mask=mask, seen=seen: model(ids, attention_mask=mask).logits[seen]
@@ -298,15 +304,9 @@ def test_a_mask_of_packed_sequences_says_where_they_end(window):
 
 
 def test_a_mask_that_says_more_stays_a_mask():
-    def sees_no_fourth(batch, head, query, key):
-        return (query >= key) & (key != 4)
-
-    def sees_all(batch, head, query, key):
-        return query + key >= 0
-
     for options in (
-        {"mask_function": sees_no_fourth},
-        {"mask_function": sees_all},
+        {"mask_function": lambda batch, head, query, key: (query >= key) & (key != 4)},
+        {"mask_function": lambda batch, head, query, key: query + key >= 0},
         {"window": WINDOW - 1},
         {"attention_mask": torch.arange(sum(PACKED))[None] != 20},
     ):
@@ -370,13 +370,7 @@ def test_dropout(family, device_type, monkeypatch):
         return weights * fa3.dropout_mask(state, p, *weights.shape) / (1 - p)
 
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
-    model = with_dropout(make_model(family, device_type), 0.25)
-    ids = tokens(2, 40, device_type=device_type)
-    for side in (None, "left", "holes"):
-        mask, seen = padded(ids, side)
-        check_logits(
-            model, lambda mask=mask, seen=seen: model(ids, attention_mask=mask).logits[seen]
-        )
+    check_prefill(with_dropout(make_model(family, device_type), 0.25), (None, "left", "holes"))
 
 
 def test_what_is_refused():
@@ -434,13 +428,8 @@ EXPERTS = {
 @torch.no_grad()
 def test_every_layer_of_an_architecture_is_a_call(name, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23", reason="needs Transformers 5.23")
-    calls, attend = [], integration.flash_attn_func
-
-    def counted(*operands, **options):
-        calls.append(options)
-        return attend(*operands, **options)
-
-    monkeypatch.setattr(integration, "flash_attn_func", counted)
+    attend = Mock(wraps=integration.flash_attn_func)
+    monkeypatch.setattr(integration, "flash_attn_func", attend)
     model_class = getattr(transformers, name)
     default = model_class.config_class()
     experts = {key: value for key, value in EXPERTS.items() if hasattr(default, key)}
@@ -451,4 +440,4 @@ def test_every_layer_of_an_architecture_is_a_call(name, monkeypatch):
             torch.nn.init.normal_(parameter, 0, 0.08)
     model.set_attn_implementation("fa3")
     check_logits(model, lambda: model(tokens(2, 40)).logits)
-    assert len(calls) == model.config.num_hidden_layers
+    assert attend.call_count == model.config.num_hidden_layers

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -223,15 +224,10 @@ def test_calls_have_room_for_the_tiles_of_all_sizes():
     ],
 )  # fmt: skip
 def test_the_command_line_says_what_the_call_says(arguments, options, monkeypatch, capsys):
-    calls = []
-
-    def warmup(**named):
-        calls.append(named)
-        return "what was done"
-
+    warmup = Mock(return_value="what was done")
     monkeypatch.setattr(module, "warmup", warmup)
     main(["compile", *arguments.split()])
-    assert calls == [{"causal": True, "sinks": False, "dry_run": False} | options]
+    warmup.assert_called_once_with(**{"causal": True, "sinks": False, "dry_run": False} | options)
     assert capsys.readouterr().out == "what was done\n"
 
 
@@ -297,12 +293,8 @@ fcntl.flock(file := open({str(lock)!r}, "w"), fcntl.LOCK_EX)
 os.fork() and print(0, flush=True)
 time.sleep(300)
 """
-
-    def interrupted(kernel):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(compile_pool, "PROGRAM", program)
-    monkeypatch.setattr(compile_pool, "describe_kernel", interrupted)
+    monkeypatch.setattr(compile_pool, "describe_kernel", Mock(side_effect=KeyboardInterrupt))
     begin = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         compile_all(["one"], 1)
