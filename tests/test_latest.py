@@ -235,8 +235,8 @@ def test_calls_of_two_kinds_in_turn_are_right():
 
 
 def test_only_what_comes_again_is_remembered():
-    latest, tensors = FastPath(), {"q": torch.zeros(4), "k": None, "v": torch.zeros(2)}
-    other = tensors | {"k": torch.zeros(1)}
+    tensors = {"q": torch.zeros(4), "k": None, "v": torch.zeros(2)}
+    latest, other = FastPath(lambda call: call["v"].shape), tensors | {"v": torch.zeros(1)}
     remember = partial(latest.remember, alignments=dict.fromkeys("qkv", 1), growing=("q",))
     for _ in range(2):
         for kind, outcome in (tensors, "one"), (other, "other"):
@@ -247,9 +247,21 @@ def test_only_what_comes_again_is_remembered():
     assert latest.find(tensors | {"q": torch.zeros(5)})[0] == "one"
     for unlike in (tensors | {"v": torch.zeros(3)}, tensors | {"v": None}):
         assert latest.find(unlike) == UNKNOWN
-    for i in range(9):
-        remember(tensors, outcome=f"new {i}")
-    assert latest.find(tensors) == UNKNOWN
+    for n in range(2, 70):  # more than have room
+        remember(tensors | {"v": torch.zeros(n)}, outcome=n)
+    assert latest.find(other) == UNKNOWN
+
+
+def test_shapes_in_turn_are_found_and_what_has_no_shape_is_refused(stop_describing):
+    calls = [cache_call(q=torch.randn(2, rows, 2, 16).bfloat16()) for rows in (1, 2, 3, 4, 5, 6)]
+    expected = [[fa3.flash_attn_with_kvcache(**call) for call in calls] for _ in range(3)]
+    nested = torch.nested.nested_tensor([torch.randn(n, 2, 16).bfloat16() for n in (1, 2)])
+    for odd, error in (nested, NotImplementedError), (None, TypeError), ("q", TypeError):
+        with pytest.raises(error, match="q must"):
+            fa3.flash_attn_with_kvcache(**cache_call(q=odd))
+    stop_describing()
+    for call, out in zip(calls, expected[0], strict=True):
+        assert torch.equal(fa3.flash_attn_with_kvcache(**call), out)
 
 
 def test_the_stride_of_a_single_number_is_not_that_of_several():

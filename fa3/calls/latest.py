@@ -2,13 +2,13 @@
 
 To describe its tensors takes a call most of its time. In a model, tensors of layers and steps
 differ only in addresses and, where rows are packed, in rows. `FastPath` compares a call's tensors
-with a few earlier calls' tensors through the guards of torch.compile, in one call of C++ for each.
-Calls that differ in more are described (`fa3.calls.operands`) and looked up.
+with an earlier call's tensors through the guards of torch.compile, in one call of C++. Calls that
+differ in more are described (`fa3.calls.operands`) and looked up.
 """
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from operator import itemgetter, mod
 from typing import Any, Generic, TypeVar
 
@@ -26,47 +26,61 @@ Outcome = TypeVar("Outcome")
 MOST_PLACES = 128
 """Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
 
-MOST_REMEMBERED = 4
-"""Calls with the same options that others are compared with. Where calls of two or three shapes
-came in turn, a call took the host 47 and 42 us with one of them, 22 and 28 with four."""
+NO_PLAIN_TENSOR = AttributeError, RuntimeError, TypeError, ValueError  # raised by what is none
 
-MOST_MISSES = 8  # calls in a row that differ from what is remembered, until it is forgotten
+MOST_SHAPES = 64  # of calls with the same options that are remembered
+
 UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be described
+
+# What calls are compared with, and what a call leads to that is like it.
+Compared = tuple[Callable[[Mapping], list[int] | None], Outcome]
+
+
+def shapes_of(values: Mapping[str, Any]) -> tuple:
+    """What of a call's shapes picks an earlier call.
+    Packed queries have other numbers of rows in each call."""
+    ends = values["cu_seqlens_q"]
+    return (values["q"].shape, values["k"].shape) if ends is None else ends.shape
 
 
 class FastPath(Generic[Outcome]):
-    """The latest calls with the same options; threads may share it.
+    """The latest call of each shape with the same options.
+    Threads may share it.
 
     Attributes:
-        remembered: what calls are compared with, and what it led to; the latest found comes first.
-        described: what the latest calls led to that were described. Only when one of them comes
-            again it is remembered: that takes as long as to describe a call three times.
-        misses: calls since the last one that was found. After some, what is remembered is
-            forgotten, so that calls of ever new kinds are not compared for nothing.
+        key_of: what of a call tells shapes apart, if not only numbers of rows differ.
+        latest: what the latest call that was found is like.
+        remembered: what calls are compared with, by key.
+        described: what the latest described call led to, by key. Only when it comes again it is
+            remembered: that takes as long as to describe a call three times.
     """
 
-    __slots__ = ("described", "misses", "remembered")
+    __slots__ = ("described", "key_of", "latest", "remembered")
 
-    def __init__(self) -> None:
-        self.misses = 0
-        self.described: tuple[Outcome, ...] = ()
-        self.remembered: tuple[tuple[Callable[[Mapping], list[int] | None], Outcome], ...] = ()
+    def __init__(self, key_of: Callable[[Mapping], Hashable] = lambda _: None) -> None:
+        self.key_of = key_of
+        self.latest: Compared | None = None
+        self.remembered: dict[Hashable, Compared] = {}
+        self.described: dict[Hashable, Outcome] = {}
 
     def find(self, values: Mapping[str, Any]) -> tuple[Outcome | None, Sequence[int]]:
         """Return an earlier call's outcome, and addresses, if tensors are alike.
 
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
         """
-        remembered = self.remembered
-        for one in remembered:
-            compare, outcome = one
-            begins = compare(values)
-            if begins is not None:
-                self.misses = 0
-                if one is not remembered[0]:
-                    self.remembered = one, *(other for other in remembered if other is not one)
-                return outcome, begins
-        return UNKNOWN
+        latest = self.latest
+        if latest is None:
+            return UNKNOWN
+        begins = latest[0](values)
+        if begins is None:
+            try:
+                one = self.remembered.get(self.key_of(values))
+            except NO_PLAIN_TENSOR:
+                return UNKNOWN
+            if one is None or one is latest or (begins := one[0](values)) is None:
+                return UNKNOWN
+            self.latest = latest = one
+        return latest[1], begins
 
     def remember(
         self,
@@ -77,11 +91,11 @@ class FastPath(Generic[Outcome]):
         with_gradient: Collection[str] = (),  # tensors that may require grad
     ) -> None:
         """Keep what a call led to that was described and found valid."""
-        self.misses += 1
-        if self.misses > MOST_MISSES:
-            self.remembered = ()
-        if not any(one is outcome for one in self.described):
-            self.described = outcome, *self.described[: MOST_REMEMBERED - 1]
+        key = self.key_of(values)
+        if self.described.get(key) is not outcome:
+            if len(self.described) >= MOST_SHAPES:
+                self.described, self.remembered = {}, {}
+            self.described[key] = outcome
             return
         tensors = {name: values[name] for name in alignments if values[name] is not None}
         if any(
@@ -91,8 +105,7 @@ class FastPath(Generic[Outcome]):
             for name, one in tensors.items()
         ):
             return
-        one = comparison(tensors, alignments, growing), outcome
-        self.remembered = one, *self.remembered[: MOST_REMEMBERED - 1]
+        self.latest = self.remembered[key] = comparison(tensors, alignments, growing), outcome
 
 
 def comparison(
@@ -137,7 +150,7 @@ def comparison(
             # Nested tensors have an address, but guards would ask for their strides and abort.
             present = pick(values)
             begins = [0 if one.is_nested else one.data_ptr() for one in present]
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except NO_PLAIN_TENSOR:
             return None
         if (
             not are_aligned(*begins)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fa3.calls.latest import FastPath
+from fa3.calls.latest import FastPath, shapes_of
 from fa3.complaints import shown
 from fa3.planning.planner import Plan
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, REMEMBERED, Window
@@ -148,7 +148,8 @@ def checked_options(kind: str, window_size: Sequence[int], asked: Mapping[str, A
         kind=kind,
         **{name: named[name] for name in Options._fields if name in named},
     )
-    return Checked(options, named["return_lse"], named["deterministic"], dropout_p, FastPath())
+    latest: FastPath = FastPath() if kind == PACKED else FastPath(shapes_of)
+    return Checked(options, named["return_lse"], named["deterministic"], dropout_p, latest)
 
 
 def named_options(kind: str, asked: Mapping[str, Any]) -> dict[str, Any]:
