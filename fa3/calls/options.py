@@ -99,7 +99,7 @@ class Checked(NamedTuple):
     returns_lse: bool
     deterministic: bool
     dropout_p: float
-    latest: FastPath  # the latest call with these options
+    latest: FastPath  # the latest calls with these options
 
 
 def options_of(kind: str, values: Mapping[str, Any], passed: tuple) -> Checked:

@@ -159,9 +159,9 @@ def joined(one: KeyPart, other: KeyPart) -> KeyPart | None:
     if (one.is_alone, one.merges) != (other.is_alone, other.merges):
         return None
     # Keys between them are of a sequence without queries.
-    between = [((0, gap),)] * (gap > 0), [one.documents[-1:]] * (gap > 0)
-    named["lengths"] = sum((*between[0], other.lengths), one.lengths)
-    return replace(one, documents=sum((*between[1], other.documents), one.documents), **named)
+    named["lengths"] = one.lengths + ((0, gap),) * (gap > 0) + other.lengths
+    named["documents"] = one.documents + one.documents[-1:] * (gap > 0) + other.documents
+    return replace(one, **named)
 
 
 def pairs_of(part: KeyPart) -> int:

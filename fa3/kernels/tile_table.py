@@ -122,8 +122,8 @@ class TileTableArguments(NamedTuple):
             seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
             table=vector(),
             **arguments.scalars(cls),
-            **dict.fromkeys(OF_KEYS[:-2], Int32(0) if kernel.is_of_keys else None),
-            **dict.fromkeys(OF_LINES, Int32(0) if kernel.has_lines else None),
+            **dict.fromkeys(OF_KEYS, Int32(0) if kernel.is_of_keys else None)
+            | dict.fromkeys(OF_LINES, Int32(0) if kernel.has_lines else None),
         )
 
     @property

@@ -211,7 +211,9 @@ def share_lines(
         if has_room:
             costs[shares] = time_of_lines(cuts, units, lines, at_once, num_sms)
     best = min(costs, key=costs.__getitem__, default=None)
-    return best if best is not None and best.parts_of_all(0) > sum(map(len, units)) else None
+    if best is None or best.parts_of_line == sum(map(len, units)):
+        return None  # none fits, or no key tile would be cut
+    return best
 
 
 def lines_of_group(lines: int, heads: int, fitting: int) -> int:
