@@ -77,7 +77,7 @@ def spec_of(
 def spec_for(tiling: Tiling) -> AttentionSpec:
     """A spec for which the planner takes this row of its table.
 
-    Where another row of the same sizes stages O in Q's place, a row with a buffer for O is for
+    Where another row of the same sizes has no buffer for O, a row with one is for
     heads of v that are larger or smaller than those of q.
     """
     shared = any(

@@ -111,13 +111,14 @@ def test_one_head_too_long_for_the_budget_is_a_group():
     assert plan.schedule.order.heads_per_group * plan.config.cluster_h == 2
 
 
-def test_o_can_only_take_qs_place_if_it_has_its_size():
+def test_o_is_staged_where_it_has_room():
+    config = replace(TILES, own_o=False)
     problem = make_problem(head_dim=64, head_dim_v=128)
-    with pytest.raises(ValueError, match="own_o"):
-        plan_forward(problem, config=replace(TILES, own_o=False))
-    assert plan_forward(problem, config=TILES).config.own_o
-    same_padded = make_problem(head_dim=72, head_dim_v=96)
-    assert not plan_forward(same_padded, config=replace(TILES, own_o=False)).config.own_o
+    assert not plan_forward(problem, config=config).config.own_o
+    with pytest.raises(ValueError, match="tile_n to be 64 or more, got 48"):
+        plan_forward(problem, config=replace(config, tile_n=48))
+    with pytest.raises(ValueError, match="in Q's place with an FP8 cache"):
+        replace(config, converted_stages=2).validate(problem.spec, has_fp8_cache=True)
 
 
 def test_a_schedule_for_ctas_alone_is_refused_in_pairs():

@@ -28,7 +28,7 @@ Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -54,7 +54,7 @@ from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import CONVERTED, convert_rows
 from fa3.primitives.fragments import ScoreCoords
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
-from fa3.primitives.pipelines import tma_pipeline
+from fa3.primitives.pipelines import lend_stages, skip_stages, tma_pipeline
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
@@ -191,6 +191,24 @@ class Forward(AttentionKernel):
         return self.spec.is_fp8 and not self.config.own_o
 
     @property
+    def stages_o_in_q(self) -> bool:
+        """Whether O is staged where Q was, as with an FP8 cache."""
+        return not (self.config.own_o or self.stores_rows or self.format.stages_o_in_v)
+
+    @property
+    def slabs_of_q(self) -> int:
+        """Slabs in a stage of Q.
+
+        With O in stages of V each warpgroup has its own: the first is done earlier than the others.
+        """
+        return 1 if self.format.stages_o_in_v else self.config.consumers
+
+    @property
+    def stages_of_q(self) -> int:
+        """Stages of Q, of all warpgroups."""
+        return self.config.q_stages * self.config.consumers // self.slabs_of_q
+
+    @property
     def is_recompute(self) -> bool:
         """Whether this is the second launch, which computes marked rows."""
         return issubclass(self.schedule_type, RecomputeTiles)
@@ -293,7 +311,7 @@ class Forward(AttentionKernel):
 
         @cute.struct
         class Storage:
-            barriers_q: cute.struct.MemRange[Int64, 2 * config.q_stages]
+            barriers_q: cute.struct.MemRange[Int64, 2 * self.stages_of_q]
             barriers_k: fields_k.barriers
             barriers_v: fields_v.barriers
             schedule: cute.struct.MemRange[Int64, self.schedule_type.shared_words]
@@ -309,15 +327,26 @@ class Forward(AttentionKernel):
 
         storage = SmemAllocator().allocate(Storage)
         buffer_o, largest = storage.o if config.own_o else storage.q, None
+        outer_o = o_layout.outer
+        if cutlass.const_expr(self.format.stages_o_in_v):
+            buffer_o = storage.v
+            stages = cute.make_layout(config.kv_stages, stride=config.tile_n * self.columns_v)
+            outer_o = cute.append(cute.slice_(outer_o, (None, None, 0)), stages)
         if cutlass.const_expr(maxima > 0):
             largest = storage.largest.get_tensor(cute.make_layout((WARPS, config.consumers)))
         new_pipeline = partial(tma_pipeline, peers=config.cluster)
         smem = ForwardBuffers(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            tma_pipeline(storage.barriers_q, self.dtype, q_layout, warps, config.consumers),
+            tma_pipeline(
+                storage.barriers_q,
+                self.dtype,
+                q_layout,
+                warps * self.slabs_of_q // config.consumers,
+                self.slabs_of_q,
+            ),
             blocks_k.ring(storage, "k", new_pipeline, warps),
             blocks_v.ring(storage, "v", new_pipeline, warps),
-            buffer_o.get_tensor(o_layout.outer, swizzle=o_layout.inner),
+            buffer_o.get_tensor(outer_o, swizzle=o_layout.inner),
             largest,
         )
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)
@@ -334,7 +363,7 @@ class Forward(AttentionKernel):
         keys = (self.config.kv_stages,) * 2
         if user is pipeline.PipelineUserType.Consumer:
             keys = tuple(blocks.stages for blocks in self.format.memory)
-        return tuple(pipeline.make_pipeline_state(user, n) for n in (self.config.q_stages, *keys))
+        return tuple(pipeline.make_pipeline_state(user, n) for n in (self.stages_of_q, *keys))
 
     def cluster_rank(self):
         """This CTA's rank among those that share K and V."""
@@ -367,6 +396,7 @@ class Forward(AttentionKernel):
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        stages_of_o = Int32(0)  # of V, for O of the tile before
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -375,7 +405,7 @@ class Forward(AttentionKernel):
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             head_kv = operands.heads_of_key.quotient(tile.head)
             key_rows = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
-            query_rows = tile.head, sequences.queries(segment), config.consumers
+            query_rows = tile.head, sequences.queries(segment), self.slabs_of_q
             load_q = tile_loader(operands.q, smem.q, smem.pipe_q, *query_rows)
             if cutlass.const_expr(self.cache is None):
                 load_k = tile_loader(operands.k, smem.k.loaded, smem.k.loading, *key_rows)
@@ -390,11 +420,18 @@ class Forward(AttentionKernel):
                 stream = stream_of_keys(keys, blocks_k, blocks_v, smem.k, smem.v)
             n_block = blocks.end - 1
             place, k_state = stream.first(n_block, k_state)
-            q_state = load_q(tile.m_block, q_state)
+            slabs = config.consumers // self.slabs_of_q
+            for i in cutlass.range_constexpr(slabs):
+                q_state = load_q(tile.m_block * slabs + i, q_state)
+            if cutlass.const_expr(self.format.stages_o_in_v):
+                v_state = lend_stages(smem.v.loading, stages_of_o, v_state)
+                stages_of_o = Int32(config.consumers)
             place, k_state, v_state = stream.rest(blocks.begin, n_block, place, k_state, v_state)
             cursor = schedule.next(cursor)
             k_state, v_state = stream.last(place, k_state, v_state)
         schedule.finish()
+        if cutlass.const_expr(self.format.stages_o_in_v):
+            v_state = lend_stages(smem.v.loading, stages_of_o, v_state)
         if cutlass.const_expr(config.cluster > 1):
             # The peer arrives on this CTA's mbarriers when it releases blocks: stay until then.
             smem.k.loading.producer_tail(k_state)
@@ -434,6 +471,9 @@ class Forward(AttentionKernel):
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        if cutlass.const_expr(self.slabs_of_q == 1):
+            for _ in cutlass.range(group, unroll=1):
+                q_state.advance()
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -453,7 +493,10 @@ class Forward(AttentionKernel):
             row_max = self.format.row_max(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, row_max)
             smem.pipe_q.consumer_wait(q_state)
-            q = regs.q[None, None, None, q_state.index * config.consumers + group]
+            q_place = q_state.index
+            if cutlass.const_expr(self.slabs_of_q > 1):
+                q_place = q_state.index * config.consumers + group
+            q = regs.q[None, None, None, q_place]
             dropout = None
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
@@ -467,7 +510,7 @@ class Forward(AttentionKernel):
                 attention.clear_past_end(smem.v.blocks, last, v_state, thread, out.meet)
             started = recorder.now()
             k_state, v_state = attention.rest(touched, k_state, v_state)
-            if cutlass.const_expr(config.own_o or self.stores_rows):
+            if cutlass.const_expr(not self.stages_o_in_q):
                 smem.pipe_q.consumer_release(q_state)
             parts = number = None
             if cutlass.const_expr(self.schedule_type.splits):
@@ -482,16 +525,27 @@ class Forward(AttentionKernel):
                 k_state, v_state = attention.skip(num_below, k_state, v_state)
             if cutlass.const_expr(self.skips_before_next):
                 cursor = schedule.next(cursor)
-            computed = recorder.now()
+            computed, here = recorder.now(), out
+            if cutlass.const_expr(self.format.stages_o_in_v):
+                v_state = skip_stages(smem.v.pipe, group, v_state)
+                smem.v.pipe.consumer_wait(v_state)
+                here = replace(out, place=v_state.index)
             place = segment, tile, slab, thread_idx
             row_sinks = rules.sinks_of_rows(sinks)
             part = parts, number
-            ForwardEpilogue(self, operands, *place, attention, out, row_sinks, *part).finish()
+            ForwardEpilogue(self, operands, *place, attention, here, row_sinks, *part).finish()
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
-            if cutlass.const_expr(not (config.own_o or self.stores_rows)):
+            if cutlass.const_expr(self.format.stages_o_in_v):
+                out.wait()
+                cute.arch.sync_warp()
+                smem.v.pipe.consumer_release(v_state)
+                v_state.advance()
+                v_state = skip_stages(smem.v.pipe, config.consumers - 1 - group, v_state)
+            elif cutlass.const_expr(self.stages_o_in_q):
                 out.wait()
                 smem.pipe_q.consumer_release(q_state)
-            q_state.advance()
+            for _ in cutlass.range_constexpr(config.consumers // self.slabs_of_q):
+                q_state.advance()
         turns.finish()
         out.wait()
 

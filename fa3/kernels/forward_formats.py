@@ -46,6 +46,11 @@ class SixteenBits:
         return 0
 
     @property
+    def stages_o_in_v(self) -> bool:
+        """Whether O is staged in V, so that the next Q is loaded sooner."""
+        return not (self.config.own_o or self.rewriters)
+
+    @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
         """Blocks of K and of V in shared memory."""
         k, v = (
@@ -73,6 +78,8 @@ class SixteenBits:
 
 class Fp8Products(SixteenBits):
     """FP8 operands; warps transpose V unless it is V^T."""
+
+    stages_o_in_v = False  # each thread stores its rows
 
     @property
     def rewriters(self) -> int:

@@ -39,8 +39,9 @@ class ForwardConfig:
     q_stages: int = 1  # Q tiles in shared memory; with two, the next tile's Q is loaded early
     kv_stages: int = 2  # blocks of K, and of V, in shared memory
     cluster_m: int = 1  # CTAs along M that share K and V by multicast (1 or 2)
-    # Whether O has its own shared memory. If not, O is staged in Q's buffer, and the next Q is
-    # loaded only after O has been stored; in FP8, each thread stores its rows of O.
+    # Whether O has its own shared memory. If not, each warpgroup stages its rows in a stage of V,
+    # which gets the next tile's V when O has been stored. With an FP8 cache it is Q's buffer, and
+    # the next Q is loaded then; in FP8, each thread stores its rows of O.
     own_o: bool = True
     # CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it divides the
     # query heads of a key/value head. They walk the same key blocks, even under a mask.
@@ -147,11 +148,17 @@ class ForwardConfig:
             raise ValueError("one_level must be False in 16 bits")
         if spec.is_fp8 and self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n must be a multiple of {FP8_KEYS} in FP8, got {self.tile_n}")
-        if not (self.own_o or spec.is_fp8) and padded(spec.head_dim) != padded(spec.head_dim_v):
-            raise ValueError(
-                f"own_o=False stages O in Q's place and needs their columns to be equal, got "
-                f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
-            )
+        if not (self.own_o or spec.is_fp8):
+            if has_fp8_cache and padded(spec.head_dim) != padded(spec.head_dim_v):
+                raise ValueError(
+                    f"own_o=False stages O in Q's place with an FP8 cache and needs their columns "
+                    f"to be equal, got head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
+                )
+            if not has_fp8_cache and self.tile_n < ROWS:
+                raise ValueError(
+                    f"own_o=False stages {ROWS} rows of O in a stage of V and needs tile_n to be "
+                    f"{ROWS} or more, got {self.tile_n}"
+                )
         if self.fixed_row_max and not spec.element.holds_powers:
             raise ValueError(f"fixed_row_max must be False with {spec.dtype}: its range is small")
         if self.fixed_row_max and any(score.kind.hides for score in spec.scores):

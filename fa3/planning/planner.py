@@ -174,7 +174,7 @@ class Plan(PlanBase):
             f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
             "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, "
             f"{config.kv_stages} of K and of V, O "
-            f"{'in a buffer of its own' if config.own_o else 'staged where Q was'}: "
+            f"{'in a buffer of its own' if config.own_o else 'staged where V was'}: "
             f"{config.smem_bytes(problem.spec):,} of {CAPACITY:,} bytes.",
             "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
             f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "

@@ -109,6 +109,7 @@ class SlabStore:
     thread: Int32
     group: Int32
     first_barrier: int
+    place: Int32 | None = None  # of the slab in `smem`; None for `group`
 
     @cute.jit
     def store(self, acc: cute.Tensor, slab: Int32, head: Int32, rows):
@@ -119,13 +120,14 @@ class SlabStore:
         self.meet()
         converted = cute.make_rmem_tensor_like(acc, self.smem.element_type)
         convert(acc, converted)
-        target = self.smem[None, None, self.group]
+        place = self.group if self.place is None else self.place
+        target = self.smem[None, None, place]
         write_fragment(converted, self.tiled_mma, self.thread, target)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
         if is_storing_warp:
             from_smem, to_gmem = self.tma.tiles_of_head(self.smem, head, rows)
-            cute.copy(self.tma.atom, from_smem[None, self.group], to_gmem[None, slab])
+            cute.copy(self.tma.atom, from_smem[None, place], to_gmem[None, slab])
             cute.arch.cp_async_bulk_commit_group()
 
     @property

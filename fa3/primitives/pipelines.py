@@ -1,5 +1,6 @@
 """mbarrier pipelines from TMA or from warps to the warps that read."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import pipeline
 
@@ -43,3 +44,27 @@ def thread_pipeline(
         consumer_group=threads(readers),
         defer_sync=True,
     )
+
+
+@cute.jit
+def lend_stages(pipe: pipeline.PipelineTmaAsync, count, state):
+    """Lend the next stages to readers, who write to them.
+
+    The producer warp calls this, and readers release the stages as if they had read them.
+    """
+    for _ in cutlass.range(count, unroll=1):
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipe.producer_get_barrier(state))
+        state.advance()
+    return state
+
+
+@cute.jit
+def skip_stages(pipe: pipeline.PipelineTmaAsync, count, state):
+    """Release stages that were lent to other warpgroups."""
+    for _ in cutlass.range(count, unroll=1):
+        pipe.consumer_wait(state)
+        pipe.consumer_release(state)
+        state.advance()
+    return state
