@@ -47,7 +47,7 @@ class SixteenBits:
 
     @property
     def stages_o_in_v(self) -> bool:
-        """Whether O is staged in V, so that the next Q is loaded sooner."""
+        """Whether O is staged in stages of V."""
         return not (self.config.own_o or self.rewriters)
 
     @property

@@ -48,7 +48,7 @@ def thread_pipeline(
 
 @cute.jit
 def lend_stages(pipe: pipeline.PipelineTmaAsync, count, state):
-    """Lend the next stages to readers, who write to them.
+    """Lend the next stages to readers, which write to them.
 
     The producer warp calls this, and readers release the stages as if they had read them.
     """
