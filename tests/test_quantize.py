@@ -259,10 +259,12 @@ def test_calls_without_heads_need_no_kernel():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("is_full", [False, True])
-def test_machine_code(is_full):
-    report = report_of(Quantize("bfloat16", 128, 128, 4 if is_full else 1, *[is_full] * 3))
+@pytest.mark.parametrize(("is_full", "has_vt"), [(False, False), (False, True), (True, False)])
+def test_machine_code(is_full, has_vt):
+    report = report_of(Quantize("bfloat16", 128, 128, 4 if is_full else 1, *[is_full] * 3, has_vt))
     # A thread loads all of its vectors at once: before both visits of q, k and v, and in each.
     assert report.count("LDG.E.128") == 3 * 3 * 4
     assert report.count("F2FP.SATFINITE.E4M3") == 3 * 4 * 8 // 2
     assert (report.count("SHFL.BFLY") > 0) == is_full
+    # A thread writes 8 bytes at once, but 4 of V^T.
+    assert report.count("STG.E.64") == (2 if has_vt else 3) * 4

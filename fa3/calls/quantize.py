@@ -19,8 +19,8 @@ from fa3.calls.operators import refuse_gradients
 from fa3.calls.options import DENSE, PACKED, Options, flag
 from fa3.calls.values import check_lengths, is_visible
 from fa3.kernels.quantize import Quantize, visits
-from fa3.problem import FP8_HEAD_DIM_UNIT, REMEMBERED
-from fa3.reference.quantize import in_key_order, quantize_rows
+from fa3.problem import FP8_HEAD_DIM_UNIT, KEYS_OF_GROUP, REMEMBERED
+from fa3.reference.quantize import quantize_rows
 from fa3.running.compiler import load_kernel
 from fa3.settings import check_settings
 
@@ -73,8 +73,7 @@ def quantize(
         transpose_v: whether v is written as the kernel of `flash_attn_func` multiplies it, which
             saves the kernel from transposing it: (batch, heads_kv, head_dim_v, groups, 16), with
             the keys of each group of 16 in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. The
-            function knows such a v by its five dimensions. PyTorch transposes v, in one pass more
-            over it. Not with packed sequences.
+            function knows such a v by its five dimensions. Not with packed sequences.
 
     Returns:
         q, k and v in float8_e4m3fn, contiguous, and q_descale, k_descale and v_descale,
@@ -97,7 +96,8 @@ def quantize(
     if is_packed and transpose_v:
         raise NotImplementedError("transpose_v must be False with packed sequences, got True")
     options = Options(kind=PACKED if is_packed else DENSE)
-    prepare = functools.partial(prepare_quantize, smooth_k=smooth_k, hadamard=hadamard)
+    kinds = {"smooth_k": smooth_k, "hadamard": hadamard, "transpose_v": transpose_v}
+    prepare = functools.partial(prepare_quantize, **kinds)
     kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)
     batch = q.shape[0]
     if is_packed:
@@ -107,7 +107,11 @@ def quantize(
             check_lengths((*ends, None, None), totals, totals)
     means = means_of(k, cu_seqlens_k) if smooth_k else None
     descales = q.new_empty(3, batch, k.shape[-2], dtype=torch.float32)
-    codes = (torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device) for x in (q, k, v))
+    shapes = [x.shape for x in (q, k, v)]
+    if transpose_v:
+        groups = -(-v.shape[1] // KEYS_OF_GROUP)
+        shapes[2] = torch.Size((batch, *v.shape[2:], groups, KEYS_OF_GROUP))
+    codes = (torch.empty(shape, dtype=FP8_DTYPE, device=q.device) for shape in shapes)
     quantized = Quantized(*codes, *descales)
     if kernel is None and descales.numel():
         quantize_rows(q, quantized.q, quantized.q_descale, None, hadamard, cu_seqlens_q)
@@ -120,9 +124,6 @@ def quantize(
         call = q, k, v, *quantized[:3], tuple(descales), largest, means, *ends, ahead
         with torch.cuda.device(q.device):
             kernel(*call)
-    if transpose_v:
-        codes_of_v = in_key_order(quantized.v.view(torch.uint8))
-        quantized = quantized._replace(v=codes_of_v.view(FP8_DTYPE))
     return quantized
 
 
@@ -141,7 +142,7 @@ def means_of(k: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_quantize(
-    call: AttentionCall, options: Options, smooth_k: bool, hadamard: bool
+    call: AttentionCall, options: Options, smooth_k: bool, hadamard: bool, transpose_v: bool
 ) -> Callable | None:
     """Validate a call and load its kernel.
 
@@ -158,5 +159,5 @@ def prepare_quantize(
         return None
     group = call.heads_q // call.heads_kv
     head_dims = call.head_dim, call.head_dim_v
-    kinds = group, call.is_packed, smooth_k, hadamard
+    kinds = group, call.is_packed, smooth_k, hadamard, transpose_v
     return load_kernel(Quantize(DTYPES[call.q.dtype], *head_dims, *kinds))

@@ -12,6 +12,8 @@ soon that L2 still has the rows:
 First visits wait for nothing, and CTAs start in the order of their numbers: no deadlock.
 
 Optional, in both visits: K loses its mean, which comes with the launch, and Q and K are rotated.
+Optional: V is written as V^T in the key order (`fa3.primitives.fp8_compute`). Then a thread's four
+vectors are four keys that follow each other in that order, and it writes words of four keys.
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, for the rotation.
 """
@@ -31,7 +33,7 @@ from fa3.primitives.fragments import float_bits, float_of
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
-from fa3.problem import FP8
+from fa3.problem import FP8, KEYS_OF_GROUP
 
 QUANTIZE_THREADS = 256
 VECTORS_AT_ONCE = 4  # vectors that a thread loads at once, of other rows each
@@ -67,7 +69,7 @@ class QuantizeArguments(NamedTuple):
     # q8, k8, v8: like q, k and v, in e4m3; written.
     q8: object
     k8: object
-    v8: object
+    v8: object  # or (batch, heads, head_dim, groups of 16 keys, 16), V^T
     descales: tuple  # of q, k and v: (batch, heads_kv) float32; written
     # (units, CTAs of a visit) int32, zero: the largest magnitudes, see `visits`; their bits + 1.
     largest: object
@@ -84,7 +86,9 @@ class QuantizeArguments(NamedTuple):
         seqlen, heads = cute.sym_int(), cute.sym_int()
         q = *batch, cute.sym_int(), cute.sym_int(), kernel.head_dim
         k, v = ((*batch, seqlen, heads, size) for size in (kernel.head_dim, kernel.head_dim_v))
-        types = itertools.product((kernel.dtype, FP8), (q, k, v))
+        types = [*itertools.product((kernel.dtype, FP8), (q, k, v))]
+        if kernel.transposes_v:
+            types[-1] = FP8, (*batch, heads, kernel.head_dim_v, cute.sym_int(), KEYS_OF_GROUP)
         return cls(
             *itertools.starmap(arguments.tma_tensor, types),
             arguments.symbolic_descales(3),
@@ -106,6 +110,7 @@ class Quantize(KernelBase):
     is_packed: bool  # whether sequences are packed
     has_means: bool  # whether K loses its mean
     is_rotated: bool  # whether Q and K are rotated
+    transposes_v: bool  # whether V^T is written
 
     entry_name: ClassVar[str] = "fa3_quantize"
     arguments_type: ClassVar[type] = QuantizeArguments
@@ -151,8 +156,13 @@ class Quantize(KernelBase):
         batch, head = nth // descales.shape[1], nth % descales.shape[1]
         means = call.means[batch, head, None] if self.has_means and kind == 1 else None
         largest = call.largest.iterator + unit * ctas
-        rows, written = (self.rows_of(call, kind, call[i], batch, head) for i in (kind, 3 + kind))
-        vectors = UnitVectors.of(rows, means, self.is_rotated and kind < 2)
+        is_transposed = self.transposes_v and kind == 2
+        rows = self.rows_of(call, kind, call[kind], batch, head)
+        if cutlass.const_expr(is_transposed):
+            written = call.v8[batch, head, None, None, None]
+        else:
+            written = self.rows_of(call, kind, call[3 + kind], batch, head)
+        vectors = UnitVectors.of(rows, means, self.is_rotated and kind < 2, is_transposed)
         blocks = cute.ceil_div(rows.shape[0][0] * rows.shape[0][1], vectors.height)
         # Loaded before the wait of a second visit, which takes a while.
         raw = cute.make_rmem_tensor((VECTOR, VECTORS_AT_ONCE), rows.element_type)
@@ -179,12 +189,15 @@ class Quantize(KernelBase):
             scale = cute.arch.fmax(float_of(bits) / MOST, Float32(LEAST_SCALE))
             factor = Float32(1.0) / scale
             for block in cutlass.range(cta, blocks, ctas, unroll=1):
-                for j in cutlass.range_constexpr(VECTORS_AT_ONCE):
-                    # The conversion limits what is too large.
-                    rounded = cute.make_rmem_tensor(VECTOR, written.element_type)
-                    values = vectors.values(raw[None, j]).load()
-                    rounded.store((values * factor).to(written.element_type))
-                    cute.autovec_copy(rounded, vectors.vector_in(written, block, j))
+                if cutlass.const_expr(is_transposed):
+                    vectors.write_transposed(raw, factor, written, block)
+                else:
+                    for j in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                        # The conversion limits what is too large.
+                        rounded = cute.make_rmem_tensor(VECTOR, written.element_type)
+                        values = vectors.values(raw[None, j]).load()
+                        rounded.store((values * factor).to(written.element_type))
+                        cute.autovec_copy(rounded, vectors.vector_in(written, block, j))
                 vectors.load(rows, block + ctas, blocks, raw)
             if cta == 0 and vectors.thread == 0:
                 # `rotate` does not keep lengths.
@@ -219,28 +232,61 @@ class UnitVectors:
     # What rows lose, (8,) float32; None for nothing.
     means: cute.Tensor | None
     is_rotated: bool
+    is_transposed: bool  # whether the rows' transpose is written
 
     @classmethod
-    def of(cls, rows: cute.Tensor, means: cute.Tensor | None, is_rotated: bool) -> "UnitVectors":
+    def of(
+        cls, rows: cute.Tensor, means: cute.Tensor | None, is_rotated: bool, is_transposed: bool
+    ) -> "UnitVectors":
         thread, _, _ = cute.arch.thread_idx()
         columns = rows.shape[1]
         vector, lost = thread % (columns // VECTOR), None
+        if is_transposed:
+            # Eight lanes have 32 keys of four vectors: 64 bytes of a row, 32 of a column.
+            vector = thread // WARP % (columns // 32) * 4 + thread % WARP // 8
         if means is not None:
             lost = cute.make_rmem_tensor(VECTOR, Float32)
             lost.store(vector_of(means, vector).load())
-        return cls(columns, thread, vector, lost, is_rotated)
+        return cls(columns, thread, vector, lost, is_rotated, is_transposed)
 
     @property
     def height(self) -> int:
         """Rows of a block, all that a CTA holds at once."""
+        if self.is_transposed:
+            return QUANTIZE_THREADS // WARP // (self.columns // 32) * 32
         return VECTORS_AT_ONCE * (QUANTIZE_THREADS // (self.columns // VECTOR))
 
     def vector_in(self, rows: cute.Tensor, block, i: int) -> cute.Tensor:
         """Vector i of this thread in a block of rows."""
-        index = block * self.height + i * (self.height // VECTORS_AT_ONCE)
-        index += self.thread // (self.columns // VECTOR)
-        last = rows.shape[0][0] * rows.shape[0][1] - 1
+        if self.is_transposed:
+            last = rows.shape[0][0] * rows.shape[0][1] - 1
+            group = self.group(block, last // KEYS_OF_GROUP)
+            index = group * KEYS_OF_GROUP + self.thread % 4 * 2 + (i % 2 + i // 2 * 8)
+        else:
+            index = block * self.height + i * (self.height // VECTORS_AT_ONCE)
+            index += self.thread // (self.columns // VECTOR)
+            last = rows.shape[0][0] * rows.shape[0][1] - 1
         return vector_of(rows[cutlass.min(index, last), None], self.vector)
+
+    def group(self, block, last):
+        """This thread's group of keys in a block, or the last group."""
+        part = self.thread // WARP // (self.columns // 32)
+        group = block * (self.height // KEYS_OF_GROUP) + part * 2 + self.thread // 4 % 2
+        return cutlass.min(group, last)
+
+    @cute.jit
+    def write_transposed(self, raw: cute.Tensor, factor: Float32, written: cute.Tensor, block):
+        """Write this thread's keys of V^T, (columns, groups, 16), in the key order.
+        Past the last key is that key again."""
+        group = self.group(block, written.shape[1] - 1)
+        for column in cutlass.range_constexpr(VECTOR):
+            values = cute.make_rmem_tensor(VECTORS_AT_ONCE, Float32)
+            for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                values[i] = raw[column, i].to(Float32)
+            rounded = cute.make_rmem_tensor(VECTORS_AT_ONCE, written.element_type)
+            rounded.store((values.load() * factor).to(written.element_type))
+            keys = written[self.vector * VECTOR + column, group, None]
+            cute.autovec_copy(rounded, vector_of(keys, self.thread % 4, VECTORS_AT_ONCE))
 
     @cute.jit
     def load(self, rows: cute.Tensor, block, blocks, raw: cute.Tensor):

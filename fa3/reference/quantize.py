@@ -12,8 +12,8 @@ KEY_ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # of V^T, in
 
 
 def quantize_rows(
-    # (batch, seqlen, heads, columns) in 16 bits, and the same in e4m3, which is written; of packed
-    # sequences (total, heads, columns).
+    # (batch, seqlen, heads, columns) in 16 bits, and the same in e4m3, which is written, or V^T;
+    # of packed sequences (total, heads, columns).
     rows: torch.Tensor,
     written: torch.Tensor,
     descale: torch.Tensor,  # (batch, heads_kv), written
@@ -40,7 +40,8 @@ def quantize_rows(
         descale.zero_()
     descale.clamp_(min=LEAST_SCALE)
     scaled = by_head * (1.0 / descale)[:, None, :, None, None]
-    written.copy_(scaled.clamp(-MOST, MOST).flatten(2, 3))
+    codes = scaled.clamp(-MOST, MOST).flatten(2, 3)
+    written.copy_(in_key_order(codes) if written.dim() == 5 else codes)
     descale.mul_(norm)
 
 
