@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import Options, check_scale
 from fa3.calls.prepare import prepare_call
 from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.running.memory import Table
 
 
 @dataclass(eq=False)
@@ -23,7 +25,6 @@ class KeyPart:
     Attributes:
         rows: of this rank; keys: among those that come here together.
         merges: other parts have the same rows; this one is merged into the first of them.
-        is_alone: no other part has gradients of these keys.
         lengths: of packed sequences, rows and keys of each; documents: which ones they are.
         attention, gradients: what is launched, after the first time.
         ends: of packed sequences, of their rows and their keys.
@@ -35,7 +36,6 @@ class KeyPart:
     rows: slice = field(default_factory=lambda: slice(None))
     keys: Any = field(default_factory=lambda: slice(None))  # None while it is not known
     merges: bool = False
-    is_alone: bool = False
     lengths: tuple[tuple[int, int], ...] | None = None
     documents: tuple[int, ...] = ()
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
@@ -95,6 +95,10 @@ class KeyPart:
 
 @functools.lru_cache(maxsize=64)
 def numbers_on(device: torch.device, *numbers: int) -> Tensor:
-    """Return a tensor of numbers in int32."""
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.int32).to(device)
+    """Return numbers in int32; wait for their copy alone."""
+    if device.type == "cpu":
+        with torch.inference_mode(False):
+            return torch.tensor(numbers, dtype=torch.int32)
+    copied = Table.upload(np.array(numbers, np.int32), device).numbers
+    copied.record_stream(torch.cuda.current_stream(device))  # it may be forgotten
+    return copied

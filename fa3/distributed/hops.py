@@ -68,8 +68,10 @@ class Hops:
         rank, (of_q, *sizes) = call.rank, call.sizes
         local, steps = steps_of(call.chunks, call.ends, call.order, call.part, by_ring)
         self.keeps = keeps_keys(call.part, len(call.chunks), of_q[0], sizes[0][0])
-        self.dkv_dtype, is_alone = call.dkv_dtype, not steps and len(local[rank]) == 1
-        self.hops = [Hop([replace(x, is_alone=x.is_alone or is_alone) for x in local[rank]])]
+        self.hops = [Hop(local[rank])]
+        # Of several parts, dK and dV are added up.
+        is_alone = not steps and len(local[rank]) == 1
+        self.dkv_dtype, self.fp32_parts = call.dkv_dtype, not is_alone
         kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
         for number, (exchange, parts) in enumerate(steps):
             # Hops in a row have other memory.
@@ -77,7 +79,9 @@ class Hops:
             going = Transfer(call, *back, number=2 + number, is_free=not self.keeps)
             coming = Transfer(call, exchange, kinds[0], number=number % 2)
             self.hops.append(Hop(parts[rank], coming, going, exchange.rows_from(rank)))
-        leave_sms(self.hops)
+        self.by_ring = by_ring
+        if by_ring:
+            leave_sms(self.hops)
 
     def arrivals(
         self, there: Sequence[Sequence[Tensor]], step: int
@@ -94,6 +98,9 @@ class Hops:
         waits = [begun(order[0])]
         for i, hop in enumerate(self.hops[::step]):
             waits += map(begun, order[i + 1 : i + 2])
+            if not self.by_ring:
+                # Else the barrier after the copies would wait for SMs, and other ranks for it.
+                waits[-1]()
             yield hop, waits[i]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
@@ -144,7 +151,7 @@ class Hops:
                 target, read = None, (None, None)
                 if not part.merges:
                     target, read = at_rows(dq, rows), modifiers
-                fp32 = not part.is_alone or self.dkv_dtype == torch.float32
+                fp32 = self.fp32_parts or self.dkv_dtype == torch.float32
                 part_dq, *dkv, more = part.backward(tensors, read, fp32, target)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more

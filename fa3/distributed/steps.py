@@ -50,7 +50,7 @@ def steps_of(
     for rank, held in enumerate(chunks):
         if not any(held):  # a rank without rows has an empty part
             is_packed = part.options.kind == PACKED
-            empty: Any = {"rows": slice(0, 0), "keys": slice(0, 0), "is_alone": True}
+            empty: Any = {"rows": slice(0, 0), "keys": slice(0, 0)}
             local[rank] = [replace(part, lengths=() if is_packed else None, **empty)]
     return [with_joined(x) for x in local], steps
 
@@ -66,8 +66,7 @@ def documents_of(
         runs.append((range(at.start, at.stop), rows.start))
     results = []
     for i, document in enumerate(whole):
-        is_alone = part.options.kind == PACKED and sum(map(bool, held[i])) == 1
-        one = replace(part, documents=tuple(order[i : i + 1]), is_alone=is_alone)
+        one = replace(part, documents=tuple(order[i : i + 1]))
         results.append(Document(one, document, held[i]))
     return results
 
@@ -154,9 +153,9 @@ def joined(one: KeyPart, other: KeyPart) -> KeyPart | None:
     if are_neighbours and one.options.window == Window(NO_BOUND, NO_BOUND):
         size = rows.stop - rows.start, keys.stop - keys.start
         return replace(one, lengths=one.lengths and (size,), **named)
-    if one.lengths is None or other.lengths is None or not follows or gap < 0:
+    if one.lengths is None or other.lengths is None or one.merges != other.merges:
         return None
-    if (one.is_alone, one.merges) != (other.is_alone, other.merges):
+    if not follows or gap < 0:
         return None
     # Keys between them are of a sequence without queries.
     named["lengths"] = one.lengths + ((0, gap),) * (gap > 0) + other.lengths

@@ -202,8 +202,8 @@ class Transfer:
         works = dist.batch_isend_irecv(messages) if messages else []
 
         def wait() -> list[Tensor]:
-            for work in works:
-                work.wait()
+            while works:  # a work of gloo can be waited for once
+                works.pop().wait()
             messages.clear()  # only now may others have the memory
             return results
 
