@@ -34,7 +34,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, pipeline
+from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
@@ -305,7 +305,8 @@ class Forward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the cluster."""
         config, (blocks_k, blocks_v) = self.config, self.format.memory
         q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
-        o_elements = config.own_o * cute.cosize(o_layout)
+        o_sums = config.sums_in_memory(self.spec) * self.columns_v
+        o_elements = config.own_o * cute.cosize(o_layout) if o_sums == 0 else 0
         maxima = warps * self.format.converts_q
         fields_k, fields_v = blocks_k.fields, blocks_v.fields
 
@@ -321,6 +322,7 @@ class Forward(AttentionKernel):
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, o_elements], 1024]
             loaded_k: fields_k.loaded
             loaded_v: fields_v.loaded
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, o_sums], 1024]
             largest: cute.struct.MemRange[Int32, maxima]
             loaded_barriers_k: fields_k.loaded_barriers
             loaded_barriers_v: fields_v.loaded_barriers
@@ -334,6 +336,10 @@ class Forward(AttentionKernel):
             outer_o = cute.append(cute.slice_(outer_o, (None, None, 0)), stages)
         if cutlass.const_expr(maxima > 0):
             largest = storage.largest.get_tensor(cute.make_layout((WARPS, config.consumers)))
+        sums_of_groups = None
+        if cutlass.const_expr(o_sums > 0):
+            layout = cute.make_layout((ROWS * self.columns_v // 2, config.consumers, 2))
+            sums_of_groups, buffer_o = storage.sums.get_tensor(layout), storage.sums
         new_pipeline = partial(tma_pipeline, peers=config.cluster)
         smem = ForwardBuffers(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
@@ -346,8 +352,9 @@ class Forward(AttentionKernel):
             ),
             blocks_k.ring(storage, "k", new_pipeline, warps),
             blocks_v.ring(storage, "v", new_pipeline, warps),
-            buffer_o.get_tensor(outer_o, swizzle=o_layout.inner),
+            buffer_o.get_tensor(outer_o, swizzle=o_layout.inner, dtype=self.out_type),
             largest,
+            sums_of_groups,
         )
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)
         cute.arch.mbarrier_init_fence()
@@ -467,6 +474,8 @@ class Forward(AttentionKernel):
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
         new_attention, mmas, turns = self.format.consumer(group)
+        if cutlass.const_expr(smem.sums is not None):
+            new_attention = partial(new_attention, smem.sums[None, group, None], thread)
         regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
@@ -505,6 +514,8 @@ class Forward(AttentionKernel):
 
             k_state, v_state = attention.skip(blocks.end - touched.end, k_state, v_state)
             k_state = attention.first(touched.end - 1, k_state)
+            if cutlass.const_expr(smem.sums is not None):
+                out.drain()
             if cutlass.const_expr(self.cache is not None):
                 last = touched.end - 1
                 attention.clear_past_end(smem.v.blocks, last, v_state, thread, out.meet)

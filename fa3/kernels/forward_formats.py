@@ -16,9 +16,11 @@ from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
     Fp8Attention,
     PartsAttention,
+    SharedAttention,
     TwoLevelAttention,
     ValueTransposer,
     pv_overlaps,
+    shares_o,
     transposers,
 )
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
@@ -105,9 +107,11 @@ class Fp8Products(SixteenBits):
         attention: Callable = Fp8Attention
         if not self.config.one_level:
             attention = TwoLevelAttention.of
-            if not pv_overlaps(tile_n, columns, consumers):
+            if shares_o(self.config.one_level, consumers):
+                attention = SharedAttention.of
+            elif not pv_overlaps(tile_n, columns):
                 attention = PartsAttention
-                if tile_n // 8 + columns > MOST_REGISTERS[consumers]:
+                if tile_n // 8 + columns > MOST_REGISTERS:
                     columns //= 2  # P, O and P V do not fit the registers.
         return attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
 

@@ -9,8 +9,9 @@ from cutlass import Int32, Int64
 from fa3.complaints import shown
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.fp8_compute import fragment_registers, transposers
+from fa3.primitives.fp8_compute import fragment_registers, shares_o, transposers
 from fa3.primitives.shared_memory import check_fits, padded
+from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import (
     REGISTERS,
     REGISTERS_OF_CONVERTERS,
@@ -98,6 +99,11 @@ class ForwardConfig:
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
 
+    def sums_in_memory(self, spec: AttentionSpec) -> int:
+        """Rows of O whose float32 sums are in shared memory.
+        O is staged in their place."""
+        return self.tile_m if spec.is_fp8 and shares_o(self.one_level, self.consumers) else 0
+
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
@@ -105,10 +111,11 @@ class ForwardConfig:
         loaded = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
         columns = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
         converted = self.converted_stages * self.tile_n * columns
-        o = self.tile_m * head_dim_v if self.own_o else 0
+        sums = self.sums_in_memory(spec) * head_dim_v
+        o = self.tile_m * head_dim_v if self.own_o and not sums else 0
         element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
         loaded *= FP8_BYTES if self.converted_stages else element
-        return element * (q + converted) + loaded + out * o + 1024
+        return element * (q + converted) + loaded + out * o + FLOAT_BYTES * sums + 1024
 
     def validate(self, spec: AttentionSpec, has_fp8_cache: bool = False) -> None:
         """Check that the kernel can run this config for this spec.

@@ -8,8 +8,9 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
   are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
   are the operand P as they are.
 - Their sums have few bits. So P V of some blocks goes to registers of its own, which are then added
-  to O in fp32. With sums in one level, an option, the WGMMAs add P V to O; that leaves registers
-  for larger blocks of keys.
+  to O in fp32. With three MMA warpgroups O is in shared memory, since registers have no room for
+  it. With sums in one level, an option, the WGMMAs add P V to O; that leaves registers for larger
+  blocks of keys.
 
 Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transposes in the kernel;
 DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
@@ -26,16 +27,18 @@ from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
-from fa3.primitives.wgmma import ROWS
+from fa3.primitives.vectors import QUAD
+from fa3.primitives.wgmma import ROWS, WARPGROUP
 
-MOST_REGISTERS = {2: 208, 3: 136}
-"""MMA warpgroups -> registers for all fragments: of 232 or 160, 24 are for other things."""
+MOST_REGISTERS = 208
+"""Registers of two MMA warpgroups for all fragments: of 232, 24 are for other things."""
 
 MOST_OF_ONE_LEVEL = 184
 """Registers of S and O, with sums in one level, up to which 232 registers a thread are enough: at
 192 ptxas serialises the WGMMAs, and does not at 160."""
 
 BLOCKS_OF_SUM = 4  # blocks whose P V the WGMMAs sum up before it is added to O, with overlap
+BLOCKS_OF_SHARED_SUM = 8  # the same with O in shared memory: 8 blocks are up to 3% faster than 4
 
 LOADS_AT_ONCE = {2: 4, 3: 1}
 """Warps that transpose V -> loads of each that are on their way at once. Two have 40 registers a
@@ -44,14 +47,19 @@ thread. Three have 24, which leave the MMA warpgroups 240."""
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
 
-def pv_overlaps(tile_n: int, columns_v: int, consumers: int) -> bool:
-    """Whether registers let P V overlap the next block's softmax."""
-    return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS[consumers]
+def shares_o(one_level: bool, consumers: int) -> bool:
+    """Whether O is in shared memory, as registers have no room."""
+    return not one_level and consumers == 3
+
+
+def pv_overlaps(tile_n: int, columns_v: int) -> bool:
+    """Whether registers of two warpgroups let P V overlap the softmax."""
+    return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS
 
 
 def fragment_registers(tile_n: int, columns_v: int, one_level: bool, consumers: int) -> int:
     """A thread's registers for S, P, O and an overlapping P V."""
-    is_apart = not one_level and pv_overlaps(tile_n, columns_v, consumers)
+    is_apart = not (one_level or shares_o(one_level, consumers)) and pv_overlaps(tile_n, columns_v)
     return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
 
 
@@ -119,6 +127,77 @@ class TwoLevelAttention(Fp8Attention):
                 self.wait(self.pipeline_v, v_state)
                 count[0] = 0
                 acc_O.store(acc_O.load() + fresh.load())
+
+
+@dataclass(frozen=True)
+class SharedAttention(Fp8Attention):
+    """The same with O in shared memory.
+    `regs.acc_O` has the sums since they were last added to it."""
+
+    shared: cute.Tensor | None = None  # O, like its registers
+    # Blocks summed up since registers were added to O, and whether they ever were.
+    counts: cute.Tensor | None = None
+
+    @classmethod
+    def of(cls, sums: cute.Tensor, thread, *fields) -> "SharedAttention":
+        """A tile's attention at its beginning.
+        `sums` is the warpgroup's, (64 * columns / 2, 2)."""
+        attention = cls(*fields)
+        (*quad, chunks), *ones = attention.regs.acc_O.shape
+        # Four registers lie next to four of the neighbouring threads. The halves are far apart.
+        stride = (1, 2, (QUAD * WARPGROUP, sums.stride[1])), 0, 0
+        layout = cute.make_layout(((*quad, (chunks // 2, 2)), *ones), stride=stride)
+        pointer = (sums.iterator + thread * QUAD).align(16)
+        counts = cute.make_rmem_tensor(2, Int32)
+        counts.fill(0)
+        return replace(attention, shared=cute.make_tensor(pointer, layout), counts=counts)
+
+    @property
+    def accs(self) -> tuple:
+        return self.regs.acc_O, self.shared
+
+    def issue_pv(self, v_state, part: int) -> None:
+        """Start P V, which is added to registers."""
+        vt, acc_O = self.regs.vt[None, None, None, v_state.index], self.regs.acc_O
+        wgmma.issue(self.mmas.pv.op, acc_O, self.operand_p(), vt, self.counts[0] > 0)
+
+    @cute.jit
+    def add(self, fresh, part: int, v_state=None):
+        """O += P V, in the block loop once every `BLOCKS_OF_SHARED_SUM` blocks.
+        At the end O comes to registers, for the epilogue."""
+        counts = self.counts
+        if cutlass.const_expr(v_state is None):
+            if counts[1] > 0:
+                self.add_shared(self.regs.acc_O)
+        else:
+            counts[0] += 1
+            if counts[0] == BLOCKS_OF_SHARED_SUM:
+                # V has landed; this wait is here for its branch, around the additions.
+                self.wait(self.pipeline_v, v_state)
+                counts[0] = 0
+                if counts[1] == 0:
+                    registers, shared = quads_of(self.regs.acc_O), quads_of(self.shared)
+                    for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
+                        cute.autovec_copy(registers[None, i], shared[None, i])
+                else:
+                    self.add_shared(self.shared)
+                counts[1] = 1
+
+    @cute.jit
+    def add_shared(self, target: cute.Tensor):
+        """Write the sum of registers and O in shared memory."""
+        registers, shared, target = (quads_of(x) for x in (self.regs.acc_O, self.shared, target))
+        for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
+            quad = cute.make_rmem_tensor(QUAD, Float32)
+            cute.autovec_copy(shared[None, i], quad)
+            quad.store(quad.load() + registers[None, i].load())
+            cute.autovec_copy(quad, target[None, i])
+
+
+def quads_of(acc: cute.Tensor) -> cute.Tensor:
+    """View an accumulator ((2, 2, N/8), 1, 1) as (4, N/8)."""
+    chunks, stride = acc.shape[0][2], acc.stride[0][2]
+    return cute.make_tensor(acc.iterator, cute.make_layout((QUAD, chunks), stride=(1, stride)))
 
 
 class PartsAttention(Fp8Attention):
