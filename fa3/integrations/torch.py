@@ -19,7 +19,8 @@ the backward pass are two words: fa3's are int64 where torch's are uint64. So fa
 drew to torch's kernel, and that kernel complains of what fa3 drew.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ import torch
 import torch.nn.attention
 
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func
-from fa3.calls.devices import gpu_of
-from fa3.calls.modifiers import draw_rng_state
-from fa3.calls.operands import ALIGNMENT, DTYPES, operand_of
-from fa3.calls.operators import run_backward
-from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
+from fa3.calls.call import describe_tensors, prepare_without_lengths
+from fa3.calls.devices import gpu_for_call
+from fa3.calls.modifiers import draw_rng_state, dropout_of
+from fa3.calls.operators import check_results, checked_problem, run_backward
+from fa3.calls.options import DENSE, PACKED, Options, check_probability, check_scale
+from fa3.problem import HEAD_DIM_UNIT, NO_BOUND
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
@@ -152,6 +154,13 @@ class AtenArguments(NamedTuple):
         return AtenArguments._make((*turned, None, None, *others))
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """What fa3 reads, by its names."""
+        names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
+        lengths = self.cum_seq_q, self.cum_seq_k, self.seqused_k
+        return dict(zip(names, (self.query, self.key, self.value, *lengths), strict=True))
+
+    @property
     def window(self) -> tuple[int, int]:
         bounds = self.window_size_left, self.window_size_right
         left, right = (NO_BOUND if one is None or one < 0 else one for one in bounds)
@@ -186,10 +195,8 @@ class Routed:
 
     def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
         """Return a call's arguments; raise `Refused` for unknown ones."""
-        try:
+        with refusing():
             return AtenArguments(**dict(zip(self.names, arguments, strict=False)), **named)
-        except TypeError:
-            raise Refused from None
 
 
 # ----------------------------------------------------------------------------------- kernels
@@ -245,25 +252,22 @@ def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, t
 def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value; the shapes are fa3's."""
     check_taken(call, call.out)
-    check_saved(call)
-    q, k, v = call.query, call.key, call.value
     left, right = call.window
-    lengths: dict[str, Any] = {}
-    if call.cum_seq_q is not None:
-        lengths = {
-            "cu_seqlens_q": call.cum_seq_q,
-            "cu_seqlens_k": call.cum_seq_k,
-            "max_seqlen_q": call.max_q,
-            "max_seqlen_k": call.max_k,
-        }
+    given: dict[str, Any] = {
+        "d_out": call.grad_out, "d_lse": None, "out": call.out,
+        "lse": call.logsumexp.contiguous(),
+        "rng_state": call.rng_state[:1] if call.dropout_p else None, **call.tensors,
+    }  # fmt: skip
+    with refusing():
+        # Another kernel's log-sum-exp may have room for a longest sequence or for a whole tile.
+        check_results(given)
+        dropout_of(call.dropout_p, given["rng_state"], call.query)
     *grads, _ = run_backward(
-        d_out=call.grad_out, d_lse=None, q=q, k=k, v=v, out=call.out,
-        lse=call.logsumexp.contiguous(), softmax_scale=call.scale, causal=call.is_causal,
-        window_left=left, window_right=right, dropout_p=call.dropout_p,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        rng_state=call.rng_state[:1] if call.dropout_p else None, **lengths,
+        softmax_scale=call.scale, causal=call.is_causal, window_left=left, window_right=right,
+        max_seqlen_q=call.max_q, max_seqlen_k=call.max_k, dropout_p=call.dropout_p,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **given,
     )  # fmt: skip
-    return tuple(map(laid_out_like, grads, (q, k, v)))
+    return tuple(map(laid_out_like, grads, (call.query, call.key, call.value)))
 
 
 def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -290,52 +294,25 @@ KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
 """Operators of aten, and what runs them."""
 
 
-# ---------------------------------------------------------------- which kernel takes a call
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise `Refused` for what is no call of fa3's."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise Refused from None
 
 
 def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
     """Raise `Refused` unless fa3 computes this call on tensors as they lie."""
-    is_drawn = not call.return_debug_mask and 0.0 <= call.dropout_p < 1.0
-    is_plain = call.alibi_slopes is call.block_table is None and (call.num_splits or 0) <= 1
-    has_scale = call.scale is None or LEAST_FLOAT <= call.scale <= MOST_FLOAT
-    if not (is_drawn and is_plain and has_scale and has_lengths(call)):
+    is_plain = not call.return_debug_mask and call.alibi_slopes is call.block_table is None
+    has_lengths = call.seqused_k is None or call.cum_seq_q is not None
+    if not (is_plain and has_lengths and (call.num_splits or 0) <= 1):
         raise Refused
-    q, k, v = call.query, call.key, call.value
-    kind = dtype, device, head_dim = q.dtype, q.device, q.shape[-1]
-    same = all((x.dtype, x.device, x.shape[-1]) == kind for x in (k, v))
-    fits = dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
-    if not (same and fits) or any(x.data_ptr() % ALIGNMENT for x in (q, k, v, out)):
-        raise Refused
-    try:
-        for tensor in (q, k, v, out):
-            operand_of(tensor).check_layout("", call.cum_seq_q is not None)
-        if q.is_cuda:
-            gpu_of(device)
-    except ValueError:
-        raise Refused from None
-
-
-def has_lengths(call: AtenArguments) -> bool:
-    """Whether fa3 can read lengths like these; without packing it reads none."""
-    if call.cum_seq_q is None:
-        return call.seqused_k is None
-    integers = call.cum_seq_q, call.cum_seq_k, call.seqused_k
-    is_read = all(x is None or x.dtype == torch.int32 for x in integers)
-    return is_read and call.cum_seq_k is not None
-
-
-def check_saved(call: AtenArguments) -> None:
-    """Raise `Refused` unless a forward pass left its results as fa3 does.
-
-    Another kernel's log-sum-exp may have room for a longest sequence or for a whole tile.
-    """
-    q = call.query
-    *rows, heads, _ = q.shape
-    like_out = (*rows, heads, call.value.shape[-1]), q.dtype, q.device
-    *batch, seqlen_q = rows
-    like_lse = (*batch, heads, seqlen_q), torch.float32, q.device
-    expected = (call.grad_out, like_out), (call.out, like_out), (call.logsumexp, like_lse)
-    if any((tuple(x.shape), x.dtype, x.device) != properties for x, properties in expected):
-        raise Refused
-    if call.dropout_p and call.rng_state.dtype != torch.int64:
-        raise Refused
+    options = Options(kind=DENSE if call.cum_seq_q is None else PACKED)
+    with refusing():
+        gpu_for_call(call.query.device)
+        check_probability(call.dropout_p)
+        check_scale(call.scale, call.query.shape[-1])
+        described = describe_tensors(call.tensors | {"out": out}, options)
+        prepare_without_lengths(checked_problem, described, options)
