@@ -23,10 +23,10 @@ from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.kernel_base import KernelBase
 from fa3.planning.costs import H100, H200, Gpu
-from fa3.planning.decode import DecodePlan, Sizes
+from fa3.planning.decode import MOST_MERGED_ROWS, DecodePlan, Sizes
 from fa3.planning.explanation import describe_kernel
 from fa3.planning.planner import plan_forward
-from fa3.planning.routes import CACHE, PACKED, Signature, launches_of_route
+from fa3.planning.routes import CACHE, FORWARD, PACKED, SPLIT, Signature, launches_of_route
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import FP8, NO_BOUND, AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
@@ -223,16 +223,18 @@ def kernels_of(
         yield from dense_kernels(model)
     for window in model.windows:
         if "packed" in calls:
-            yield from packed_kernels(model, window)
+            yield from routed_kernels(model, window)
         for page_size in page_sizes:
+            cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
             if "paged" in calls and page_size:
-                yield from paged_kernels(model, window, page_size)
+                yield from routed_kernels(model, window, cache)
+                # Of a call with long sequences, FP8 queries become 16-bit ones.
+                yield from kernels_on_cache(model, window, cache, is_packed=True)
             if "cache" in calls:
-                cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
                 # With tiles cut, and whole.
                 yield from kernels_on_cache(model, window, cache)
                 yield from kernels_on_cache(model, window, cache, num_splits=1)
-                tiled = list(tiled_kernels(model, window, cache))
+                tiled = list(routed_kernels(model, window, cache, decodes=False))
                 yield from tiled
                 # Tiles are made of lengths with the new tokens.
                 for writes_lengths in [False, *[True] * bool(tiled)]:
@@ -286,38 +288,23 @@ def problems_of(model: Model) -> dict[Problem, None]:
     return problems
 
 
-def packed_kernels(model: Model, window: Window) -> Iterator[KernelBase]:
-    """Launches of packed sequences of any lengths that use all rows."""
-    tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    heads = model.heads_q, model.heads_kv
-    signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
-    for name in signature.names:
-        yield from (one.kernel for one in launches_of_route(signature, name))
-
-
-def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[KernelBase]:
-    """Launches of packed queries on pages, few or many per sequence."""
-    cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache or model.is_fp8)
-    yield from kernels_on_cache(model, window, cache, is_packed=True)
-    tiled = list(tiled_kernels(model, window, cache))
-    yield from tiled
-    for overlaps in (False, True) if tiled else ():
-        # Of a call with long sequences, FP8 queries become 16-bit ones.
-        kinds = {"is_packed": True, "overlaps_forward": overlaps, "has_fp8_q": False}
-        yield from kernels_on_cache(model, window, cache, **kinds)
-
-
-def tiled_kernels(model: Model, window: Window, cache: CacheLayout) -> Iterator[KernelBase]:
-    """What the forward kernel needs for calls on a cache."""
+def routed_kernels(
+    model: Model, window: Window, cache: CacheLayout | None = None, decodes: bool = True
+) -> Iterator[KernelBase]:
+    """Launches of packed queries, of all routes or forward only."""
+    heads, kind = (model.heads_q, model.heads_kv), PACKED if cache is None else CACHE
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
-    for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
+    few = (1,) if cache else ()
+    for sizes in itertools.product((*few, MOST_RAGGED_ROWS), (*few, LONGEST)):
         tight = window.tighten(*sizes)
-        heads = model.heads_q, model.heads_kv
-        spec = spec_of(model, tight, True)
-        signature = Signature(CACHE, spec, tight, *heads, H200, cache=cache)
-        if signature.may_have_both:
-            launches = signature.launches() + signature.launches(splits=True)
-            yield from (one.kernel for one in launches)
+        spec = spec_of(model, tight, cache is not None)
+        room = {"cache": cache, "capacity": sizes[1]} if cache else {}
+        signature = Signature(kind, spec, tight, *heads, H200, **room)
+        for name in signature.names if cache is None or signature.may_have_both else ():
+            if decodes or name in (FORWARD, SPLIT):
+                # So many queries that the decode kernel does not merge by itself.
+                launches = launches_of_route(signature, name, MOST_MERGED_ROWS + 1)
+                yield from (one.kernel for one in launches)
 
 
 def kernels_on_cache(
