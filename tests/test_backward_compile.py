@@ -24,8 +24,8 @@ from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.backward_roles import score_coords, visited_blocks
 from fa3.planning.backward import (
     BACKWARD_TILINGS,
-    BackwardKernels,
     BackwardPlan,
+    backward_pass,
     choose_backward_config,
 )
 from fa3.primitives.dq_accumulator import DqPieces
@@ -174,14 +174,14 @@ def check_wgmma(report: CubinReport, spec, config: BackwardConfig, may_alternate
 @pytest.mark.compiles
 def test_machine_code_for_packed_sequences():
     spec = spec_of(64, "causal")
-    plan = BackwardKernels(spec, is_packed=True, has_used_q=True, has_used_k=True)
-    for kernel in (plan.entry.table, plan.entry.preprocess, plan.entry.main):
+    plan = backward_pass(spec, is_packed=True, has_used_q=True, has_used_k=True)
+    for kernel in (plan.table, plan.preprocess, plan.main):
         report = report_of(kernel)
         # Each waits for the one before, and lets the next one come.
         assert report.count("ACQBULK") >= 1 and report.count("PREEXIT") == 1
         if isinstance(kernel, Backward):
-            check_wgmma(report, spec, plan.config)
-            check_roles(report, plan.config)
+            check_wgmma(report, spec, kernel.config)
+            check_roles(report, kernel.config)
 
 
 @pytest.mark.compiles

@@ -15,8 +15,8 @@ from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_gr
 from fa3.planning.backward import (
     KEYS_OF_QUERY,
     TILES_PREPROCESSED,
-    BackwardKernels,
     BackwardPlan,
+    backward_pass,
     key_tiles_of,
     numbers_of_key_parts,
     words_of_counters,
@@ -147,7 +147,7 @@ def test_plans(name):
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, window)
     plan = BackwardPlan.of(problem, is_ordered=expected.get("is_ordered", False))
     assert {field: getattr(plan, field) for field in expected} == expected
-    assert plan.kernels.entry.main.splits == (plan.shares.parts > 1)
+    assert plan.kernels.main.splits == (plan.shares.parts > 1)
     assert plan.is_ordered or (plan.alternates is None and plan.accumulators == 1)
     numbers = plan.num_query_tiles * plan.config.tile_m * head_dim
     assert plan.layout.table_at - plan.layout.dq_at == plan.accumulators * numbers
@@ -194,14 +194,14 @@ def test_fewer_heads_of_packed_sequences_are_together_in_order():
     rows, cases = PackedRows(8192, 8192, 4, 2048, 32, 8), ((128, 1, 24, 8), (128, 2, 24, 3))
     for head_dim, query_heads, *fitting in (*cases, (64, 1, 48, 48), (256, 2, 12, 1)):
         spec = make_problem(head_dim=head_dim, window=CAUSAL).spec
-        kernels = (BackwardKernels(spec, one, is_packed=True) for one in (False, True))
-        assert [heads_in_l2(one, rows, query_heads) for one in kernels] == fitting
+        kernels = (backward_pass(spec, one, is_packed=True) for one in (False, True))
+        assert [heads_in_l2(one.main, rows, query_heads) for one in kernels] == fitting
 
 
 @pytest.mark.parametrize(("num_sequences", "per_group"), [(3, 2), (1, 8)])
 def test_tiles_that_come_by_their_work_share_l2(num_sequences, per_group):
     """By those of several sequences; one alone has the same order anyway."""
-    kernels = BackwardKernels(make_problem(head_dim=128, window=CAUSAL).spec, is_packed=True)
+    kernels = backward_pass(make_problem(head_dim=128, window=CAUSAL).spec, is_packed=True)
     total = 6000 * num_sequences
     rows = PackedRows(total, total, num_sequences, 6000, 16, 16)
     arguments = launch_of_packed(kernels, CAUSAL, rows, KeyShares(), 132)[0].arguments

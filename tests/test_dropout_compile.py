@@ -24,7 +24,7 @@ from test_compile import (
 from benchmarks.cubin import CubinReport
 from fa3.kernels.backward import Backward
 from fa3.kernels.forward import Forward
-from fa3.planning.backward import BackwardKernels, BackwardPlan, choose_backward_config
+from fa3.planning.backward import BackwardPlan, backward_pass, choose_backward_config
 from fa3.primitives.dropout import SQUARE
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
@@ -68,7 +68,7 @@ def test_what_a_score_costs_in_the_forward_kernel():
     assert (counts[1] - counts[0]) / (ROWS * config.tile_n // WARPGROUP) < MOST_ADDED
 
 
-PACKED = BackwardKernels(dropped(spec_of(64, "causal")), False, False, True, True, True).entry.main
+PACKED = backward_pass(dropped(spec_of(64, "causal")), False, False, True, True, True).main
 WIDE = dropped(spec_of(256, "causal"))
 ORDERED = Backward(WIDE, choose_backward_config(WIDE), Dynamic, is_ordered=True)
 
@@ -105,7 +105,7 @@ def test_what_a_score_costs_in_the_backward_kernel():
 @pytest.mark.compiles
 def test_the_kernel_before_the_backward_kernel():
     problem = Problem(dropped(spec_of(256, "full")), 1, 100, 100, 1, 1, Window())
-    entry = BackwardPlan.of(problem).kernels.entry
+    entry = BackwardPlan.of(problem).kernels
     begin = entry.preprocess
     assert begin.main.spec.has_dropout
     # The logarithm of what is kept, for the one row whose statistics a thread writes.

@@ -188,7 +188,7 @@ def test_names_of_other_kernels_are_in_the_documentation():
     spec = AttentionSpec("bfloat16", 128, 64, Band(), scores, None, has_dropout=True)
     problem = Problem(spec, 1, 2048, 2048, 8, 1, Window())
     kernels = [launch.kernel for launch in plan_forward(problem, H200).launches()]
-    backward = BackwardPlan.of(problem, is_ordered=True).kernels.entry
+    backward = BackwardPlan.of(problem, is_ordered=True).kernels
     kernels += [backward.preprocess, backward.main]
     call = call_on_cache(PRESETS["llama3-8b"], 1, None)
     kernels += [prepare_on_cache(call, Options(CAUSAL, num_splits=4)).plan.kernel()]

@@ -127,7 +127,7 @@ def prepare_backward(
         kernels = kernels_of_packed(spec, is_ordered, writes_fp32, rows, shares, *has_used)
         launch, layout = launch_of_packed(kernels, window, rows, shares, gpu.num_sms)
     dtype = torch.float32 if writes_fp32 else None
-    return PreparedBackward(Prepared.of([launch]), layout, kernels.config.tile_m, dtype)
+    return PreparedBackward(Prepared.of([launch]), layout, kernels.main.config.tile_m, dtype)
 
 
 class BackwardCall(NamedTuple):

@@ -12,7 +12,6 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import (
     MMA_GROUPS,
     BackwardConfig,
-    PassArguments,
     place_of_group_flag,
 )
 from fa3.kernels.backward_pass import BackwardPass
@@ -31,7 +30,7 @@ from fa3.planning.key_split import (
     most_parts_of,
     share_lines,
 )
-from fa3.planning.launch import FromCall, Launch, PlanBase
+from fa3.planning.launch import Launch, PlanBase
 from fa3.primitives.key_line import TILES_OF_LINE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
@@ -128,59 +127,29 @@ def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
     )
 
 
-@dataclass(frozen=True)
-class BackwardKernels:
-    """The kernels of a backward pass, for any sizes."""
-
-    spec: AttentionSpec  # what the backward kernel is compiled for, besides its tiling
-    is_ordered: bool = False  # whether key tiles add to dQ in a fixed order
-    splits: bool = False  # whether the backward kernel can share key tiles among CTAs
-    # Whether sequences are packed; a kernel then makes the table of key tiles.
-    is_packed: bool = False
-    # has_used_q, has_used_k: whether packed sequences have `seqused_q` and `seqused_k`.
-    has_used_q: bool = False
-    has_used_k: bool = False
-    writes_fp32: bool = False  # whether dK and dV are fp32, which needs `splits`
-    accumulators: int = 1  # dQ accumulators
-    has_lines: bool = False  # whether parts of key tiles are of lines
-
-    @functools.cached_property
-    def config(self) -> BackwardConfig:
-        return choose_backward_config(self.spec)
-
-    @functools.cached_property
-    def entry(self) -> BackwardPass:
-        """What launches the kernels."""
-        spec, config = self.spec, self.config
-        schedule = RaggedKeyTiles if self.is_packed else InOrderQueue
-        kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32, self.accumulators
-        main = Backward(spec, config, schedule, *kind, self.has_lines)
-        if not self.is_packed:
-            return BackwardPass(main)
+@functools.lru_cache(maxsize=REMEMBERED)
+def backward_pass(
+    spec: AttentionSpec,
+    is_ordered: bool = False,
+    splits: bool = False,
+    is_packed: bool = False,
+    has_used_q: bool = False,
+    has_used_k: bool = False,
+    writes_fp32: bool = False,
+    accumulators: int = 1,
+    has_lines: bool = False,
+) -> BackwardPass:
+    """The kernels of a pass, for any sizes; arguments as in `Backward`.
+    Remembered: the object keeps its constants. Loaded kernels are looked up for each new size."""
+    config, table = choose_backward_config(spec), None
+    schedule = RaggedKeyTiles if is_packed else InOrderQueue
+    kind = is_ordered, has_used_q, splits, writes_fp32, accumulators, has_lines
+    if is_packed:
         table = TileTable(
-            config.tile_m, config.tile_n, spec.mask.band, self.has_used_q, self.has_used_k,
-            is_of_keys=True, has_lines=self.has_lines,
+            config.tile_m, config.tile_n, spec.mask.band, has_used_q, has_used_k, is_of_keys=True,
+            has_lines=has_lines,
         )  # fmt: skip
-        return BackwardPass(main, table)
-
-    def layout(
-        self, num_query_tiles: int, num_parts: int, num_head_groups: int, table_words: int = 0
-    ) -> "BufferLayout":
-        """Lay out the buffer of a call of these sizes."""
-        main = self.entry.main
-        dq_at = num_query_tiles * self.config.tile_m * STATISTICS
-        table_at = dq_at + self.accumulators * num_query_tiles * main.pieces.numbers
-        counters_at = table_at + table_words
-        dq_flags_at = counters_at + words_of_counters(num_head_groups)
-        end = dq_flags_at + num_query_tiles * main.dq_flags
-        if not self.splits:
-            return BufferLayout(dq_at, table_at, counters_at, dq_flags_at, None, None, end)
-        # For each part one of each warp.
-        part_counters = num_parts * WARPS * MMA_GROUPS
-        parts_at = part_counters + -(-end // QUAD) * QUAD
-        end = parts_at + numbers_of_key_parts(num_parts, self.spec, self.config)
-        flags_at = dq_flags_at + part_counters
-        return BufferLayout(dq_at, table_at, counters_at, flags_at, dq_flags_at, parts_at, end)
+    return BackwardPass(Backward(spec, config, schedule, *kind), table)
 
 
 class BufferLayout(NamedTuple):
@@ -196,18 +165,33 @@ class BufferLayout(NamedTuple):
     parts_at: int | None
     end: int  # numbers of the whole buffer
 
+    @classmethod
+    def of(
+        cls, main: Backward, query_tiles: int, num_parts: int, head_groups: int, table_words=0
+    ) -> "BufferLayout":
+        """Lay out the buffer of a call of these sizes."""
+        dq_at = query_tiles * main.config.tile_m * STATISTICS
+        table_at = dq_at + main.accumulators * query_tiles * main.pieces.numbers
+        counters_at = table_at + table_words
+        dq_flags_at = counters_at + words_of_counters(head_groups)
+        end = dq_flags_at + query_tiles * main.dq_flags
+        if not main.splits:
+            return cls(dq_at, table_at, counters_at, dq_flags_at, None, None, end)
+        # For each part one of each warp.
+        part_counters = num_parts * WARPS * MMA_GROUPS
+        parts_at = part_counters + -(-end // QUAD) * QUAD
+        end = parts_at + numbers_of_key_parts(num_parts, main.spec, main.config)
+        flags_at = dq_flags_at + part_counters
+        return cls(dq_at, table_at, counters_at, flags_at, dq_flags_at, parts_at, end)
+
 
 def launch_of_pass(
-    kernels: BackwardKernels, layout: BufferLayout, shares: KeyShares, window: Window, **named: Any
+    kernels: BackwardPass, layout: BufferLayout, shares: KeyShares, window: Window, **named: Any
 ) -> Launch:
     """Return the launch of all kernels; `named` are other fields of `PassArguments`."""
-    named |= {"window_left": window.left, "window_right": window.right}
     named |= layout._asdict() | shares._asdict()
     del named["end"]
-    if kernels.is_packed:
-        lengths = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-        named |= {name: FromCall(name) for name in lengths}
-    return Launch.of(kernels.entry, PassArguments, **named)
+    return Launch.of(kernels, window, **named)
 
 
 BACKWARD_PRODUCTS = 2.5
@@ -253,9 +237,9 @@ class BackwardPlan(PlanBase):
         return replace(whole, shares=shares)
 
     @property
-    def kernels(self) -> BackwardKernels:
+    def kernels(self) -> BackwardPass:
         splits = self.writes_fp32 or self.shares.parts > 1
-        return BackwardKernels(
+        return backward_pass(
             self.problem.spec, self.is_ordered, splits, writes_fp32=self.writes_fp32,
             accumulators=self.accumulators, has_lines=self.shares.line_length is not None,
         )  # fmt: skip
@@ -268,7 +252,8 @@ class BackwardPlan(PlanBase):
     def layout(self) -> BufferLayout:
         """The buffer that the kernels share."""
         slots = self.num_key_tiles * self.shares.parts if self.shares.parts > 1 else 0
-        return self.kernels.layout(self.num_query_tiles, slots, self.num_head_groups)
+        sizes = self.num_query_tiles, slots, self.num_head_groups
+        return BufferLayout.of(self.kernels.main, *sizes)
 
     def launches(self) -> tuple[Launch, ...]:
         """Return one launch, whose entry has both kernels."""
@@ -288,7 +273,7 @@ class BackwardPlan(PlanBase):
 
     @property
     def all_kernels(self) -> list[Any]:
-        return [self.kernels.entry.preprocess, self.kernels.entry.main]
+        return [self.kernels.preprocess, self.kernels.main]
 
     @property
     def flops(self) -> int:
@@ -413,7 +398,7 @@ class BackwardPlan(PlanBase):
     @property
     def waves(self) -> Waves | None:
         """What head groups are made for where they may alternate; else None."""
-        if not self.kernels.entry.main.may_alternate:
+        if not self.kernels.main.may_alternate:
             return None
         wanted = TILES_OF_WAVE if self.has_long_key_tiles else MORE_TILES_OF_WAVE
         return Waves(wanted, self.heads_in_l2)

@@ -6,10 +6,12 @@ Only the GPU knows their lengths.
 import functools
 from typing import NamedTuple
 
+from fa3.kernels.backward import Backward
+from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.backward import (
-    BackwardKernels,
     BufferLayout,
+    backward_pass,
     choose_backward_config,
     convert_ctas,
     fuses_preprocess,
@@ -72,18 +74,19 @@ class PackedRows(NamedTuple):
 
 
 def launch_of_packed(
-    kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
+    kernels: BackwardPass, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
 ) -> tuple[Launch, BufferLayout]:
     """Return the launch for packed sequences, and the kernels' shared buffer."""
-    config, num_sequences, total_k = kernels.config, rows.num_sequences, rows.total_k
+    main, num_sequences, total_k = kernels.main, rows.num_sequences, rows.total_k
+    config = main.config
     tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
     heads = rows.heads_kv * shares.head_parts
     # Lines of a head group run at the same time, so that there are not more groups than must be.
-    tiles_of_head = 0 if kernels.has_lines else total_k // config.tile_n * shares.block_parts
-    fitting = heads_in_l2(kernels, rows, rows.heads_q // heads)
+    tiles_of_head = 0 if main.has_lines else total_k // config.tile_n * shares.block_parts
+    fitting = heads_in_l2(main, rows, rows.heads_q // heads)
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
-    times_l2 = rows.total_q * rows.heads_q / rows_in_l2(kernels.spec)
-    is_by_work = not kernels.is_ordered and times_l2 <= groups * PACKED_L2
+    times_l2 = rows.total_q * rows.heads_q / rows_in_l2(main.spec)
+    is_by_work = not main.is_ordered and times_l2 <= groups * PACKED_L2
     if is_by_work and num_sequences > 1 and heads == rows.heads_q:
         fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2_SINGLE)
         groups = max(groups, next(fits, heads))
@@ -94,7 +97,7 @@ def launch_of_packed(
     num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
     if shares.parts == 1:
         num_parts = 0
-    layout = kernels.layout(tiles, num_parts, groups, words_of_table(capacity))
+    layout = BufferLayout.of(main, tiles, num_parts, groups, words_of_table(capacity))
     launch = launch_of_pass(
         kernels,
         layout,
@@ -103,7 +106,7 @@ def launch_of_packed(
         num_clusters=min(most_ctas, num_sms),
         heads_per_group=heads // groups,
         groups_preprocessed=1 if is_fused else groups,
-        dq_is_zeroed=not kernels.has_lines,
+        dq_is_zeroed=not main.has_lines,
         capacity=capacity,
         shift=shift_of_work(rows.longest_q, config.tile_m),
         is_by_work=is_by_work,
@@ -152,7 +155,7 @@ def kernels_of_packed(
     shares: KeyShares,
     has_used_q: bool = False,  # whether there is `seqused_q`
     has_used_k: bool = False,
-) -> BackwardKernels:
+) -> BackwardPass:
     """The kernels of packed sequences."""
     kind = spec, is_ordered, writes_fp32 or shares.parts > 1, True, has_used_q, has_used_k
     accumulators = 1
@@ -160,11 +163,7 @@ def kernels_of_packed(
         longest_k = rows.longest_q * rows.total_k // rows.total_q
         num_tiles = -(-longest_k // choose_backward_config(spec).tile_n)
         accumulators = accumulators_of_line(shares.line_length, num_tiles)
-    return remembered_kernels(*kind, writes_fp32, accumulators, shares.line_length is not None)
-
-
-remembered_kernels = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
-"""Remembered: the object keeps its constants. Loaded kernels are looked up for each new size."""
+    return backward_pass(*kind, writes_fp32, accumulators, shares.line_length is not None)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -211,14 +210,14 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def heads_in_l2(kernels: BackwardKernels, rows: PackedRows, query_heads: int) -> int:
+def heads_in_l2(main: Backward, rows: PackedRows, query_heads: int) -> int:
     """Heads with Q, dO and dQ of the longest sequence in L2.
     Of a head a CTA has `query_heads`, which it takes one after another."""
-    spec, config, longest = kernels.spec, kernels.config, max(1, rows.longest_q)
-    if kernels.has_lines:
+    spec, config, longest = main.spec, main.config, max(1, rows.longest_q)
+    if main.has_lines:
         return heads_in_lines(spec, longest) // query_heads
     fitting = rows_in_l2(spec) // longest
-    if kernels.is_ordered and spec.mask.right:
+    if main.is_ordered and spec.mask.right:
         if query_heads > 1:
             fitting //= ORDERED_L2_DRIFTING * query_heads
         elif config.tile_n > config.tile_m:

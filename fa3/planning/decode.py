@@ -16,9 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fa3.kernels.combine import GROUPS, Combine, CombineArguments
+from fa3.kernels.combine import GROUPS, Combine
 from fa3.kernels.decode import Decode
-from fa3.kernels.decode_launch import TILE_N, DecodeArguments, DecodeConfig
+from fa3.kernels.decode_launch import TILE_N, DecodeConfig
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, Gpu, least_gain
 from fa3.planning.explanation import Candidate, choice_of, counted, duration
 from fa3.planning.launch import FromCall, Launch, Memory, PlanBase
@@ -323,12 +323,9 @@ class DecodePlan(PlanBase):
             max_parts, longest = cut.max_parts, cut.longest
         attend = Launch.of(
             self.kernel(),
-            DecodeArguments,
+            self.window,
             seqlens=FromCall("seqused_k"),
-            workspace=FromCall("workspace") if cut.has_parts else None,
             counters=FromCall("counters") if self.merges_inside else 0,
-            window_left=self.window.left,
-            window_right=self.window.right,
             num_splits=num_splits,
             unit_blocks=unit_blocks,
             max_parts=max_parts,
@@ -336,15 +333,12 @@ class DecodePlan(PlanBase):
             max_seqlen_q=self.sizes.seqlen_q,
             num_ctas=self.num_ctas,
             width=cut.width,
-            table=FromCall("table") if self.overlaps_forward else None,
         )
         if combine is None or self.merges_inside:
             return (attend,)
         # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
-        sinks = FromCall("sinks") if self.spec.sinks else None
-        named = {**size._asdict(), "sets": sets, "sinks": sinks, "workspace": FromCall("workspace")}
-        return attend, Launch.of(combine, CombineArguments, **named)
+        return attend, Launch.of(combine, **size._asdict(), sets=sets)
 
     @property
     def memory(self) -> Memory:

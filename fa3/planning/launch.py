@@ -3,18 +3,17 @@
 `fa3.calls.execution` loads the kernels and launches them.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.costs import Gpu
 from fa3.planning.explanation import describe_plan
 from fa3.primitives.output_store import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.problem import Problem, Window
+from fa3.problem import REMEMBERED, Problem, Window
 
 
 class FromCall(str):
@@ -30,13 +29,25 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]  # in order: what is `FromCall`, or what is the same in all calls
 
     @classmethod
-    def of(cls, kernel: Any, kind: Any, **named: Any) -> "Launch":
-        """Return a launch with arguments of this kind.
-        Arguments that are not named have their default, or else the call's value of their name."""
+    def of(cls, kernel: Any, window: Window | None = None, **named: Any) -> "Launch":
+        """Return a launch of a kernel, with the bounds of a window.
+        Numbers that are not named have their default. All else has the call's value of its name, or
+        is None if the kernel does not take it."""
+        kind, taken = kernel.arguments_type, taken_by(kernel)
+        if window is not None:
+            named |= {"window_left": window.left, "window_right": window.right}
         values = {name: FromCall(name) for name in kind._fields}
-        arguments = values | kind._field_defaults | named
+        numbers = {name: one for name, one in kind._field_defaults.items() if one is not None}
+        arguments = values | numbers | named
         assert arguments.keys() == values.keys()
-        return cls(kernel, arguments)
+        return cls(kernel, {x: one if x in taken else None for x, one in arguments.items()})
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def taken_by(kernel: Any) -> frozenset[str]:
+    """The arguments that a kernel takes; its kind may have more."""
+    types = zip(kernel.arguments_type._fields, kernel.arguments(), strict=False)
+    return frozenset(name for name, kind in types if kind is not None)
 
 
 class Memory(NamedTuple):
@@ -101,23 +112,3 @@ class PlanBase:
     def explain(self) -> str:
         """Say what the plan does, its predicted time, and the alternatives."""
         return describe_plan(self.problem, self.gpu, self.all_kernels, self.sentences(), self.flops)
-
-
-def launch_of_forward(kernel: Forward, window: Window, **named: Any) -> Launch:
-    """Return a launch of the forward kernel, with the arguments it takes."""
-    schedule: Any = kernel.schedule_type
-    spec, cache = kernel.spec, kernel.cache
-    takes = {
-        "schedule_state": schedule.reads_state,
-        "part_buffer": schedule.splits,
-        "part_counters": schedule.splits,
-        "marks": kernel.config.fixed_row_max or kernel.packs_sequences,
-        "recording": kernel.is_recorded,
-        "table": schedule.is_ragged,
-        "page_table": cache is not None and cache.page_size > 0,
-        "dropout": spec.has_dropout,
-        "descales": spec.is_fp8 or (cache is not None and cache.is_fp8),
-    }
-    values = {name: FromCall(name) for name, is_taken in takes.items() if is_taken}
-    bounds = {"window_left": window.left, "window_right": window.right}
-    return Launch.of(kernel, ForwardArguments, **bounds | values | named)

@@ -18,7 +18,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate, choice_of, counted, describe_config, duration
-from fa3.planning.launch import FromCall, Launch, Memory, PlanBase, launch_of_forward
+from fa3.planning.launch import FromCall, Launch, Memory, PlanBase
 from fa3.planning.prediction import Cost, Load, Prediction, Timeline, loads_of_whole_tiles, predict
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
@@ -94,7 +94,7 @@ class Plan(PlanBase):
             named["num_slots"] = schedule.num_slots
         if isinstance(schedule, RecomputeTiles):
             named["schedule_state"] = FromCall("marks")
-        launch = launch_of_forward(self.kernel(is_recorded), self.problem.window, **named)
+        launch = Launch.of(self.kernel(is_recorded), self.problem.window, **named)
         return (launch, *recompute.launches()) if recompute else (launch,)
 
     @property

@@ -26,13 +26,12 @@ from fa3.kernels.segment_table import (
     MOST_SPLIT_TILES,
     MOST_WORK,
     SegmentTable,
-    SegmentTableArguments,
 )
-from fa3.kernels.shared_tile_table import MultiSequenceTable, MultiSequenceTableArguments
-from fa3.kernels.tile_table import OF_KEYS, TileTable, TileTableArguments, capacity_of_table
+from fa3.kernels.shared_tile_table import MultiSequenceTable
+from fa3.kernels.tile_table import TileTable, capacity_of_table
 from fa3.planning.costs import Gpu, has_mask
 from fa3.planning.decode import DecodePlan
-from fa3.planning.launch import FromCall, Launch, launch_of_forward
+from fa3.planning.launch import FromCall, Launch
 from fa3.planning.tilings import (
     converting_tiling,
     general_tiling,
@@ -245,17 +244,11 @@ class Signature:
             config.tile_m, config.tile_n, self.spec.mask.band, self.has_used_q, self.has_used_k,
             has_cache=self.cache is not None,
         )  # fmt: skip
-        named = {
-            "window_left": window.left,
-            "window_right": window.right,
-            "num_ctas": self.gpu.num_sms,
-            **dict.fromkeys(OF_KEYS),
-        }
-        table = Launch.of(kernel, TileTableArguments, **named)
+        table = Launch.of(kernel, window, num_ctas=self.gpu.num_sms)
         values: dict[str, Any] = {"schedule_state": FromCall("table")}
         if splits:
-            named["rows_of_group"] = self.rows_of_group
-            table = Launch.of(SegmentTable(kernel), SegmentTableArguments, **named)
+            named = {"num_ctas": self.gpu.num_sms, "rows_of_group": self.rows_of_group}
+            table = Launch.of(SegmentTable(kernel), window, **named)
             values = {"schedule_state": FromCall("segments"), "num_slots": FromCall("num_slots")}
         if splits and any(score.kind is Alibi for score in self.spec.scores):
             # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
@@ -275,7 +268,6 @@ class Signature:
         assert config is not None
         kind = self.spec.mask, self.has_used_q, self.has_used_k
         table = MultiSequenceTable(config.tile_m, *kind)
-        rows = {"window_left": self.window.left, "window_right": self.window.right}
         shared = Forward(self.shared_spec, config, MultiSequenceTiles)
         again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
         # Softcaps have no tensors, so the mask's comes first.
@@ -284,7 +276,7 @@ class Signature:
             "modifiers": FromCall("shared_modifiers"),
         }
         return [
-            Launch.of(table, MultiSequenceTableArguments, **rows),
+            Launch.of(table, self.window),
             self.launch_of(shared, **values),
             self.recompute_of(again),
         ]
@@ -292,7 +284,7 @@ class Signature:
     def launch_of(self, kernel: Forward, overlaps_decode: int = 0, **named: Any) -> Launch:
         """Return a launch of the forward kernel."""
         named |= {"heads_per_group": self.rows_of_group, "overlaps_decode": overlaps_decode}
-        return launch_of_forward(kernel, self.window, **named)
+        return Launch.of(kernel, self.window, **named)
 
     def recompute_of(self, kernel: Forward) -> Launch:
         """Return the launch of recompute."""
