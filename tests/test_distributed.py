@@ -312,7 +312,8 @@ def compare_documents_with_slopes(group, method, cu_seqlens):
     ends = torch.tensor(cu_seqlens, dtype=torch.int32)
     alone = fa3.flash_attn_varlen_func(*whole, ends, ends, seqlen, seqlen, **named)
     mine = [layout.shard(x, 0, group) for x in whole]
-    over = flash_attn_varlen_func(*mine, layout=layout, method=method, group=group, **named)
+    with torch.device("meta"):  # whatever the default device is
+        over = flash_attn_varlen_func(*mine, layout=layout, method=method, group=group, **named)
     errors = over - layout.shard(alone, 0, group)
     return errors.abs().max().item() if errors.numel() else 0.0
 
@@ -435,7 +436,11 @@ def call_with_length_known(group):
     q, asked = seeded(1, 6, 4, 16), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_gather_object", lambda *x: asked.append(x))
-        flash_attn_func(q, q, q, layout=zigzag, group=group, causal=True, seqlen=12)
+        call = partial(flash_attn_func, q, q, q, layout=zigzag, group=group, seqlen=12)
+        for _ in range(3):
+            call(causal=True, window_size=(1, 0))
+        assert refusal(call, causal=1, window_size=(1, 0)).startswith("TypeError: causal must be")
+        assert refusal(call, causal=True, window_size=(True, 0)).startswith("TypeError: window_s")
     return len(asked)
 
 

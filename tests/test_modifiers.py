@@ -122,6 +122,7 @@ BAD = [
     ({"mask": Holder(1)}, TypeError, "mask must be a fa3.Mask, got Holder"),
     ({"score": NoDataclass()}, TypeError, "NoDataclass must be a frozen dataclass"),
     ({"score": Holder([1])}, TypeError, "Holder.value must be a tensor or hashable, got list"),
+    ({"score": Holder(((META,),))}, TypeError, ".* got tuple: a tensor must be a field of its own"),
     ({"mask": HolderMask([1])}, TypeError, "HolderMask.value must be a tensor or hashable"),
     ({"score": Holder(META)}, ValueError, "score.value must be on cpu like q, got meta"),
     ({"mask": HolderMask(META)}, ValueError, "mask.value must be on cpu like q, got meta"),

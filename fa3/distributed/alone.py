@@ -98,7 +98,7 @@ def numbers_on(device: torch.device, *numbers: int) -> Tensor:
     """Return numbers in int32; wait for their copy alone."""
     if device.type == "cpu":
         with torch.inference_mode(False):
-            return torch.tensor(numbers, dtype=torch.int32)
+            return torch.tensor(numbers, dtype=torch.int32, device=device)
     copied = Table.upload(np.array(numbers, np.int32), device).numbers
     copied.record_stream(torch.cuda.current_stream(device))  # it may be forgotten
     return copied

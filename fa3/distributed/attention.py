@@ -107,7 +107,7 @@ ASKED = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
 DEFAULTS = flash_attn_func.__kwdefaults__ or {}
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
+@functools.lru_cache(maxsize=REMEMBERED, typed=True)
 def latest_over_ranks(*_: object) -> FastPath[Hops | Ulysses]:
     """Return what is remembered of the latest call with these options."""
     return FastPath()
@@ -127,8 +127,8 @@ def attend_over_ranks(
     if not compares:
         with contextlib.suppress(TypeError):  # of values that cannot be looked up
             asked = [named[name] for name in named if name not in OPERANDS]
-            latest = latest_over_ranks(groups, is_packed, torch.is_grad_enabled(), *asked)
-            method, _ = latest.find(named)
+            asked += groups, is_packed, torch.is_grad_enabled(), *named["window_size"]
+            method, _ = (latest := latest_over_ranks(*asked)).find(named)
     if method is None:
         method = method_of(named, groups, is_packed, compares)
         if latest is not None:

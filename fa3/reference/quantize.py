@@ -62,7 +62,7 @@ def in_rows(transposed: torch.Tensor, seqlen: int) -> torch.Tensor:
 
 def rotate_rows(rows: torch.Tensor) -> torch.Tensor:
     """Rows in which some columns are negated, then transformed, without keeping lengths."""
-    column = torch.arange(rows.shape[-1])
+    column = torch.arange(rows.shape[-1], device=rows.device)
     is_negated = (column // VECTOR + 1) * HASH % 2**32 >> (24 + column % VECTOR) & 1 == 1
     rows = torch.where(is_negated, -rows, rows)
     for step in (1 << i for i in range(mixed_columns(len(column)).bit_length() - 1)):

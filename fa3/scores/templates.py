@@ -26,6 +26,8 @@ def is_tensor(value: object) -> bool:
 
 def types_of(value: object) -> object:
     """The types in a constant, since 1, 1.0 and True compare equal."""
+    if is_tensor(value):
+        raise TypeError("a tensor must be a field of its own")  # else it would be kept for good
     if isinstance(value, tuple):
         return type(value), *map(types_of, value)
     if isinstance(value, frozenset):
@@ -73,7 +75,7 @@ class Template:
         )
         for name, value in constants:
             try:
-                hash(value)
+                hash((value, types_of(value)))
             except TypeError as error:
                 came = type(value).__name__
                 raise TypeError(
