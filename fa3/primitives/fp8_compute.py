@@ -176,7 +176,7 @@ class SharedAttention(Fp8Attention):
                 self.wait(self.pipeline_v, v_state)
                 counts[0] = 0
                 if counts[1] == 0:
-                    registers, shared = quads_of(self.regs.acc_O), quads_of(self.shared)
+                    registers, shared = as_quads(self.regs.acc_O), as_quads(self.shared)
                     for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
                         cute.autovec_copy(registers[None, i], shared[None, i])
                 else:
@@ -186,7 +186,7 @@ class SharedAttention(Fp8Attention):
     @cute.jit
     def add_shared(self, target: cute.Tensor):
         """Write the sum of registers and O in shared memory."""
-        registers, shared, target = (quads_of(x) for x in (self.regs.acc_O, self.shared, target))
+        registers, shared, target = (as_quads(x) for x in (self.regs.acc_O, self.shared, target))
         for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
             quad = cute.make_rmem_tensor(QUAD, Float32)
             cute.autovec_copy(shared[None, i], quad)
@@ -194,7 +194,7 @@ class SharedAttention(Fp8Attention):
             cute.autovec_copy(quad, target[None, i])
 
 
-def quads_of(acc: cute.Tensor) -> cute.Tensor:
+def as_quads(acc: cute.Tensor) -> cute.Tensor:
     """View an accumulator ((2, 2, N/8), 1, 1) as (4, N/8)."""
     chunks, stride = acc.shape[0][2], acc.stride[0][2]
     return cute.make_tensor(acc.iterator, cute.make_layout((QUAD, chunks), stride=(1, stride)))
