@@ -20,7 +20,7 @@ from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec
 from benchmarks.cubin import CubinReport
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS, WIDEST_PIECE, BackwardConfig
-from fa3.kernels.backward_preprocess import BackwardPreprocess
+from fa3.kernels.backward_queries import BackwardPreprocess
 from fa3.kernels.backward_roles import score_coords, visited_blocks
 from fa3.planning.backward import (
     BACKWARD_TILINGS,

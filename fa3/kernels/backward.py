@@ -64,15 +64,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import LISTENING_WARPS, MMA_GROUPS, BackwardConfig, PassArguments
+from fa3.kernels.backward_queries import BackwardPreprocess, FusedPrePostprocess
 from fa3.kernels.backward_roles import (
     BackwardBuffers,
     BackwardPipelines,
     BackwardRoles,
     BackwardTensors,
 )
-from fa3.kernels.kernel_base import AttentionKernel
+from fa3.kernels.kernel_base import AttentionKernel, KernelBase
+from fa3.kernels.tile_table import TileTable, TileTableArguments
+from fa3.primitives import arguments
 from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.dropout import DropoutArguments
@@ -342,3 +344,49 @@ class Backward(AttentionKernel):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return smem, pipelines, schedule
+
+
+@dataclass(frozen=True)
+class BackwardPass(KernelBase):
+    """One entry that launches the kernels of a backward pass in turn.
+
+    They always run together and take mostly the same tensors, which are handed over and checked
+    once here. What they write for each other is in one buffer, which is cut here.
+    """
+
+    main: Backward
+    table: TileTable | None = None  # makes the table of packed sequences; None without
+
+    entry_name: ClassVar[str] = "fa3_backward_pass"
+    arguments_type: ClassVar[type] = PassArguments
+
+    @property
+    def preprocess(self) -> BackwardPreprocess:
+        return BackwardPreprocess(self.main)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.main.spec
+
+    @property
+    def is_storable(self) -> bool:
+        return self.main.is_storable
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a call, and the stream."""
+        return [*PassArguments.symbolic(self.main, self.table), arguments.symbolic_stream()]
+
+    @cute.jit
+    def __call__(self, *call):
+        """Launch on `PassArguments` and a stream."""
+        *call, stream = call
+        call = PassArguments(*call)
+        if cutlass.const_expr(self.table is not None):
+            named = {"total_q": call.q.shape[0], "total_k": call.k.shape[0]}
+            named |= {"short_queries": Int32(0), "qhead_per_kvhead": Int32(1), "num_ctas": Int32(1)}
+            named["table"] = call.integers(call.table_at, call.counters_at)
+            ratio = call.q.shape[-2] // call.k.shape[-2]
+            named["line_heads"] = ratio // call.head_parts if self.table.has_lines else None
+            self.table(*arguments.operands_of(TileTableArguments, call, **named), stream)
+        self.preprocess(*call, stream)
+        self.main(*call, stream)

@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 
-from fa3.kernels.backward_fused import FusedPrePostprocess
 from fa3.kernels.backward_launch import ACCUMULATED, MMA_GROUPS, BackwardConfig
+from fa3.kernels.backward_queries import FusedPrePostprocess
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.dq_accumulator import (
     DqAccumulator,

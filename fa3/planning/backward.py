@@ -8,13 +8,12 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fa3.kernels.backward import Backward
+from fa3.kernels.backward import Backward, BackwardPass
 from fa3.kernels.backward_launch import (
     MMA_GROUPS,
     BackwardConfig,
     place_of_group_flag,
 )
-from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.explanation import NOT_PREDICTED, counted, quantity

@@ -6,8 +6,7 @@ Only the GPU knows their lengths.
 import functools
 from typing import NamedTuple
 
-from fa3.kernels.backward import Backward
-from fa3.kernels.backward_pass import BackwardPass
+from fa3.kernels.backward import Backward, BackwardPass
 from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.backward import (
     BufferLayout,

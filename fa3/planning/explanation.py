@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fa3.kernels.append import Append
-from fa3.kernels.backward import Backward
-from fa3.kernels.backward_pass import BackwardPass
-from fa3.kernels.backward_preprocess import BackwardPreprocess
+from fa3.kernels.backward import Backward, BackwardPass
+from fa3.kernels.backward_queries import BackwardPreprocess
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N

@@ -2,8 +2,8 @@
 
 The dQ warpgroup puts its accumulators into shared memory piece by piece (`stage_piece`). The reduce
 warp adds each piece to global memory in bulk (`DqReduction`). Only the dQ conversion reads the
-accumulator (`fa3.kernels.backward_fused`), so its layout is free: a warp's elements of a piece are
-one run, with 4 elements of each lane after another.
+accumulator (`fa3.kernels.backward_queries`), so its layout is free: a warp's elements of a piece
+are one run, with 4 elements of each lane after another.
 
 What an accumulator starts with, and the order in which key tiles add, is one of three modes:
 

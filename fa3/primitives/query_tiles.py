@@ -1,6 +1,6 @@
 """Query tiles of the backward pass: numbers, statistics of rows, and order.
 
-`statistics_of_tile`: the log-sum-exp and the delta of each row. `fa3.kernels.backward_preprocess`
+`statistics_of_tile`: the log-sum-exp and the delta of each row. `fa3.kernels.backward_queries`
 writes them; the backward kernel loads the statistics of a tile in one run. The other thing that is
 kept of each tile is in `fa3.primitives.dq_accumulator`.
 

@@ -15,7 +15,7 @@ from fa3.calls.attention import flash_attn_func
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem
 from fa3.running.compiler import object_code
-from fa3.tools.drawing import draw_tile_order
+from fa3.tools.plan_command import draw_tile_order
 from fa3.tools.recording import random_operands
 from fa3.tools.tune import time_in_turn
 from fa3.tools.warmup import known_gpus

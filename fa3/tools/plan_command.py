@@ -1,7 +1,11 @@
-"""What `fa3 plan` does: plan a call, explain the plan, draw it."""
+"""What `fa3 plan` does: plan a call, explain the plan, draw it.
+
+In the picture rows are SMs, and bars are tiles.
+"""
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
 from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.options import check_window, integer
@@ -9,7 +13,13 @@ from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.costs import Gpu, as_gpu
 from fa3.planning.decode import DecodePlan
-from fa3.planning.explanation import NOT_PREDICTED, describe_plan
+from fa3.planning.explanation import (
+    NOT_PREDICTED,
+    counted,
+    describe_plan,
+    describe_problem,
+    duration,
+)
 from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.routes import (
     CACHE,
@@ -25,12 +35,14 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
 from fa3.tools.arguments import SHAPE
-from fa3.tools.drawing import draw_tile_order
 from fa3.tools.models import SHORT_DTYPES
 from fa3.tools.warmup import known_gpus
 
 GOES_WITH = {"schedule": "dense", "png": "dense", "page_size": "cache", "append": "cache"}
 """Options that say something of one kind of calls only."""
+
+TILE_COLOURS = ("#d1495b", "#f4a259", "#e9d985", "#8ac48a", "#2a9d8f", "#1b5e82", "#0d2c54")
+SEAM = 0.1  # most of a tile's width that the seam to its neighbour takes
 
 
 def show_plan(options: argparse.Namespace) -> None:
@@ -128,3 +140,48 @@ def explain_packed(
         "Time": NOT_PREDICTED,
     }
     return describe_plan(problem, gpu, kernels, sentences, problem.flops)
+
+
+def draw_tile_order(plan: Plan, path: Path) -> None:
+    """Write a PNG of SMs and tiles over time; needs matplotlib."""
+    try:
+        from matplotlib.collections import PolyCollection
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("drawing needs matplotlib: pip install matplotlib") from error
+
+    timeline, order, config = plan.simulate(), plan.schedule.order, plan.config
+    rows = config.tile_m * config.cluster_m
+    corners, parts = [], []
+    for span, end in zip(timeline.spans, timeline.ends, strict=True):
+        left, right = span.start, end - min(timeline.us / 750, SEAM * (end - span.start))
+        top, bottom = span.lane, span.lane + 1
+        corners.append(((left, top), (left, bottom), (right, bottom), (right, top)))
+        if not span.segment.is_whole:
+            parts.append(corners[-1])
+    figure = Figure((13, 7.5), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    tiles = PolyCollection(
+        corners,
+        array=[span.segment.tile.m_block * rows for span in timeline.spans],
+        cmap=LinearSegmentedColormap.from_list("tiles", TILE_COLOURS),
+    )
+    axes.add_collection(tiles)
+    axes.add_collection(PolyCollection(parts, facecolors="none", edgecolors="white", hatch="///"))
+    axes.axvline(timeline.mean, color="black", linestyle="--")
+    axes.autoscale_view()
+    axes.set_ylim(timeline.num_lanes, 0)
+    axes.set_xlabel("microseconds")
+    axes.set_ylabel("SM" if config.cluster == 1 else f"cluster of {config.cluster} SMs")
+    figure.colorbar(tiles, ax=axes, label="first query row of the tile")
+    hatched = f", {counted(len(parts), 'part')} of tiles (hatched)" if parts else ""
+    axes.set_title(
+        f"Tile order on {plan.gpu.name}, {type(plan.schedule).__name__}\n"
+        f"{describe_problem(plan.problem)}\n"
+        f"{counted(order.num_tiles, 'tile')}, {counted(timeline.blocks, 'key block')}{hatched}; "
+        f"predicted under steady load: {duration(timeline.us)}, balance {timeline.balance:.1%}, "
+        f"mean (dashed) {duration(timeline.mean)}",
+        loc="left",
+    )
+    figure.savefig(path)
