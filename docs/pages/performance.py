@@ -31,6 +31,7 @@ PAGE = ROOT / "docs" / "performance.md"
 RECORDS = ROOT / "benchmarks" / "results"
 
 GRID = (
+    "h100-2026-11-28-forward256",
     "h100-2026-11-27-forward256",
     "h200-2026-11-27-forward256",
     "h100-2026-11-27-grid",
@@ -63,10 +64,10 @@ records in `benchmarks/results`, and a test fails if it is out of date.
 - Each cell is from the newest record that has it. Older records were measured with older kernels.
   One record is left out: a repeat of three decoding cells (`decode-again.csv`), which
   [benchmarks.md](benchmarks.md#decoding) shows.
-- H100s on 2026-11-27 ran the forward grid, gradients of few heads, of (192, 128) and of 256 causal
-  16k in bursts, and two packed cells. H200s on that day ran four forward cells of 256, the other
-  gradients in bursts, the other packed cells and decoding. Few tiles and gradients under steady
-  load are older.
+- H100s ran five forward cells of 256 on 2026-11-28. On the day before they ran the forward grid,
+  gradients of few heads, of (192, 128) and of 256 causal 16k in bursts, and two packed cells. H200s
+  on that day ran three forward cells of 256, the other gradients in bursts, the other packed cells
+  and decoding. Few tiles and gradients under steady load are older.
 - *Burst* and *steady load* are explained in [benchmarks.md](benchmarks.md), which also has the
   remaining figures. How everything is measured: [benchmarks/README.md](../benchmarks/README.md).
 """
