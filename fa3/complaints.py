@@ -7,6 +7,8 @@ import numpy as np
 
 def shown(value: object) -> str:
     """What came, in a word or two; a tensor's type only."""
+    if type(value).__name__ == "dtype":
+        return str(value)
     if value is None or isinstance(value, str | numbers.Number | np.generic):
         return f"{value!r:.200}"
     return kind_of(value)

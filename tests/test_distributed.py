@@ -807,6 +807,8 @@ BAD_PLANS = [
     ({"heads_q": 3}, ValueError, "heads_q must be a multiple of heads_kv, got 3 and 2"),
     ({"num_ranks": 0}, ValueError, "num_ranks must be 1 or more, got 0"),
     ({"num_ranks": "2"}, TypeError, "num_ranks must be an integer, got '2'"),
+    ({"heads_kv": []}, TypeError, "heads_kv must be an integer, got list"),
+    ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
     ({"seqlen": -1}, ValueError, "seqlen must be 0 or more, got -1"),
     ({"layout": "zigzag"}, TypeError, "layout must be fa3.distributed.zigzag, .*got 'zigzag'"),
     ({"method": "star"}, ValueError, "method must be one of .*'ulysses'.*, got 'star'"),

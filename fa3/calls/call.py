@@ -480,8 +480,7 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
 def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
     """The dtypes that one of the `TENSORS` may have."""
     q, in_16_bits = call.q.dtype, dtype_of_output(call.q.dtype)
-    bytes_of_keys = call.k.dtype.itemsize, call.v.dtype.itemsize
-    has_fp8_keys = q == FP8_DTYPE or (call.has_cache and 1 in bytes_of_keys)
+    has_fp8_keys = q == FP8_DTYPE or (call.has_cache and call.k.dtype.itemsize == 1)
     has_free_out = q == FP8_DTYPE and not call.has_cache
     return {
         "q": (*DTYPES, FP8_DTYPE),

@@ -11,6 +11,7 @@ from fa3.calls.operands import Operand, describe
 from fa3.calls.options import UserFunctions, check_probability, integer, real
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.fragments import Position
 from fa3.reference.dropout import Dropout
 from fa3.scores.diagnostics import check_class
@@ -132,14 +133,8 @@ def dropout_mask(
     Raises:
         TypeError, ValueError: an argument has a wrong type or value.
     """
-    sizes = [
-        integer(name, size, 0)
-        for name, size in zip(
-            ("batch", "heads", "seqlen_q", "seqlen_k"),
-            (batch, heads, seqlen_q, seqlen_k),
-            strict=True,
-        )
-    ]
+    named = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    sizes = [integer(name, size, 0, most=LARGEST) for name, size in named.items()]
     dropout_p = real("dropout_p", dropout_p)
     check_probability(dropout_p)
     described_state(rng_state)

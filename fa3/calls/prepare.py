@@ -42,6 +42,7 @@ from fa3.calls.operands import (
 )
 from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
 from fa3.calls.tuned_plans import plan_call
+from fa3.complaints import shown
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning import routes
 from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, schedule_name
@@ -283,7 +284,7 @@ def described_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str
     if isinstance(value, torch.Tensor):
         if dtype is not None:
             raise ValueError(
-                f"dtype must be None with tensors, which have their own, got {dtype!r}"
+                f"dtype must be None with tensors, which have their own, got {shown(dtype)}"
             )
         return describe(name, value, ALIGNMENT, True)
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -291,7 +292,7 @@ def described_operand(name: str, value: torch.Tensor | Sequence[int], dtype: str
     shape = tuple(integer(name, size, 0) for size in value)
     types = {known: kind for kind, known in (DTYPES | {FP8_DTYPE: FP8}).items()}
     if dtype is not None and dtype not in types:
-        raise ValueError(f"dtype must be one of {list(types)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {list(types)}, got {shown(dtype)}")
     rows = *shape[:-1], -(-shape[-1] // HEAD_DIM_UNIT) * HEAD_DIM_UNIT if shape else 0
     strides = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(shape)))
     return Operand(shape, strides, types[dtype or "bfloat16"], torch.device("cpu"))

@@ -27,6 +27,7 @@ from fa3.calls.options import (
     named_options,
 )
 from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
+from fa3.complaints import shown
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.planning.routes import CACHE, MOST_OF_DECODE, PackedSizes, Signature, choose_route
 from fa3.primitives.arithmetic import LARGEST
@@ -312,7 +313,7 @@ def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> Non
 def head_size(name: str, size: object, dtype: object) -> int:
     """Columns that kernels can have in a cache of this dtype."""
     size = integer(name, size, 1)
-    unit = FP8_UNIT if dtype == FP8_DTYPE else HEAD_DIM_UNIT
+    unit = FP8_UNIT if dtype is FP8_DTYPE else HEAD_DIM_UNIT
     if size % unit or size > MAX_HEAD_DIM:
         raise ValueError(
             f"{name} must be a multiple of {unit} up to {MAX_HEAD_DIM} with qkv_dtype {dtype}, "
@@ -333,7 +334,7 @@ def check_calls(calls: SchedulerMetadata) -> None:
         )
     accepted = *DTYPES, FP8_DTYPE
     if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in accepted:
-        raise TypeError(f"qkv_dtype must be one of {accepted}, got {calls.dtype}")
+        raise TypeError(f"qkv_dtype must be one of {accepted}, got {shown(calls.dtype)}")
     if not calls.has_packed_keys:
         return
     if calls.page_size is not None:

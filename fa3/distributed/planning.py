@@ -1,11 +1,10 @@
 """`plan`: work, bytes and time of attention over ranks, predicted without GPUs."""
 
-import functools
 import math
 from dataclasses import dataclass
 from itertools import chain
 
-from fa3.calls.options import DENSE, PACKED, Options, as_pair, check_window, integer, real
+from fa3.calls.options import DENSE, PACKED, Options, as_pair, check_window, flag, integer, real
 from fa3.complaints import shown
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.hops import keeps_keys
@@ -46,7 +45,6 @@ class RankPlan:
         return "\n".join(lines)
 
 
-@functools.lru_cache(maxsize=64)
 def plan(
     layout: SequenceLayout,
     seqlen: int,
@@ -73,16 +71,17 @@ def plan(
     """
     check_sequence_layout(layout)
     integer("seqlen", seqlen, 0)
-    sizes = {"num_ranks": num_ranks, "heads_q": heads_q, "head_dim": head_dim}
-    for name, size in (sizes | {"head_dim_v": head_dim_v or head_dim}).items():
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    sizes = {"num_ranks": num_ranks, "heads_q": heads_q, "heads_kv": heads_kv}
+    for name, size in (sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v}).items():
         integer(name, size, 1)
     for name, rate in (("tflops", tflops), ("gbps", gbps)):
         if not real(name, rate) > 0:
             raise ValueError(f"{name} must be positive, got {rate}")
-    window = check_window(as_pair(window_size), causal)
-    if heads_kv < 1 or heads_q % heads_kv:
+    window = check_window(as_pair(window_size), flag("causal", causal))
+    if heads_q % heads_kv:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got {heads_q} and {heads_kv}")
-    methods = methods_for(method, num_ranks, heads_q, window, has_slopes)
+    methods = methods_for(method, num_ranks, heads_q, window, flag("has_slopes", has_slopes))
     chunks = layout.chunks(seqlen, num_ranks)
     kind = PACKED if isinstance(layout, Documents) else DENSE
     part = KeyPart(Options(window, has_gradient=True, kind=kind), None, False)
@@ -91,7 +90,7 @@ def plan(
     parts = [list(chain(*x)) for x in zip(local, *(of_ranks for _, of_ranks in steps), strict=True)]
     pairs = tuple(heads_q * sum(map(pairs_of, x)) for x in parts)
     rows, alone = sum(x.most_received() for x, _ in steps), sum(pairs)
-    columns, copies = head_dim + (head_dim_v or head_dim), math.lcm(heads_kv, num_ranks) // heads_kv
+    columns, copies = head_dim + head_dim_v, math.lcm(heads_kv, num_ranks) // heads_kv
     plans, others = [], seqlen * (num_ranks - 1) / num_ranks**2
     for name in methods:
         # K and V come again unless they are kept. dK and dV are float32.

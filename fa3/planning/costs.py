@@ -215,7 +215,9 @@ def as_gpu(gpu: Gpu | str) -> Gpu:
     """Return a GPU by its name in `GPUS`, or a `Gpu` unchanged."""
     if isinstance(gpu, Gpu):
         return gpu
-    if gpu in tuple(GPUS):
+    is_name = isinstance(gpu, str)
+    if is_name and gpu in GPUS:
         return GPUS[gpu]
-    kind = ValueError if isinstance(gpu, str) else TypeError
-    raise kind(f"gpu must be a Gpu or one of {list(GPUS)}, got {shown(gpu)}")
+    raise (ValueError if is_name else TypeError)(
+        f"gpu must be a Gpu or one of {list(GPUS)}, got {shown(gpu)}"
+    )
