@@ -57,6 +57,10 @@ class Dynamic(Schedule):
     num_counters: ClassVar[int] = 2
     # Memory order of a CTA's last addition; all that it asked for before has been waited for.
     order_of_finish: ClassVar[str] = "relaxed"
+    # Whether CTAs ask for their first tile, too. So whatever has a lower number is done, or a CTA
+    # works on it: tiles may wait for tiles before them. A tile that a CTA has before it runs may
+    # come late: other kernels may have its SM, and wait in the same way.
+    asks_first: ClassVar[bool] = False
     told: ClassVar[int] = 1  # numbers that the producer tells of a tile: 1, 2 or a multiple of 4
     shared_words: ClassVar[int] = 3 * SLOTS
     table: ClassVar[None] = None
@@ -134,7 +138,10 @@ class Dynamic(Schedule):
     @property
     def num_given(self):
         """Tiles that CTAs have without asking for them."""
-        return self.num_clusters
+        return 0 if self.asks_first else self.num_clusters
+
+    def begin(self, cursor: Any) -> Any:
+        return self.next(cursor) if self.asks_first else cursor
 
     def is_valid(self, cursor: Any):
         return cursor.index < self.order.num_tiles
@@ -163,14 +170,6 @@ class Dynamic(Schedule):
 
 @dataclass(frozen=True)
 class InOrderQueue(Dynamic):
-    """`Dynamic` for tiles that wait for tiles before them.
-    CTAs ask for their first tile, too.
-    So whatever has a lower number is done, or a CTA is at work on it. A tile that a CTA has before
-    it runs may come late: other kernels may have its SM, and wait in the same way."""
+    """`Dynamic` for tiles that wait for tiles before them."""
 
-    @property
-    def num_given(self):
-        return 0
-
-    def begin(self, cursor: DynamicCursor) -> DynamicCursor:
-        return self.next(cursor)
+    asks_first: ClassVar[bool] = True

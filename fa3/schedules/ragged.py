@@ -196,8 +196,10 @@ def write_record(table: cute.Tensor, place: Int32, record: tuple, is_one: cutlas
 @dataclass(frozen=True)
 class RaggedTiles(Dynamic):
     """Persistent CTAs take packed sequences' tiles from a table in device memory.
-    The producer asks for a tile when it begins to load the one before. The last CTA to finish
-    resets the counters, as for `Dynamic`; these are the table's, if this launch alone walks it."""
+    The producer asks for a tile when it begins to load the one before. It does not where tiles wait
+    for others (`asks_first`): a CTA keeps that tile while it works on the one before. The last CTA
+    to finish resets the counters, as for `Dynamic`; these are the table's, if this launch alone
+    walks it."""
 
     name: ClassVar[str] = "packed sequences"
     is_ragged: ClassVar[bool] = True
@@ -205,9 +207,6 @@ class RaggedTiles(Dynamic):
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
     # Nothing has waited for what the CTA asked for last: it must be counted before.
     order_of_finish: ClassVar[str] = "acq_rel"
-    # Whether it asks for the next tile when it begins with one. Then a CTA may keep a tile for as
-    # long as it works on another, while later ones are done.
-    asks_early: ClassVar[bool] = True
 
     def first(self, cluster) -> RaggedCursor:
         zero = cluster * 0
@@ -252,7 +251,7 @@ class RaggedTiles(Dynamic):
 
     def take_next(self, cursor: RaggedCursor) -> RaggedCursor:
         """Take the next tile and tell consumers; the producer warp calls this."""
-        taken = cursor.taken if self.asks_early else self.count(TILES_TAKEN)
+        taken = self.count(TILES_TAKEN) if self.asks_first else cursor.taken
         turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
         index = self.order.taken(turn, self.num_clusters, cursor.end)
         following = self.read(cursor._replace(index=index, count=cursor.count + 1))
@@ -263,7 +262,7 @@ class RaggedTiles(Dynamic):
         """The cursor after an early request for the next tile."""
         if not self.is_producer:
             return cursor
-        return cursor._replace(taken=self.count(TILES_TAKEN) if self.asks_early else Int32(0))
+        return cursor._replace(taken=Int32(0) if self.asks_first else self.count(TILES_TAKEN))
 
     def is_valid(self, cursor: RaggedCursor):
         return cursor.index < cursor.end
@@ -328,13 +327,8 @@ class RaggedKeyTiles(RaggedTiles):
     """The number, the head, the whole record, and two to spare: a multiple of 4."""
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
-    asks_early: ClassVar[bool] = False
+    asks_first: ClassVar[bool] = True
     """In a fixed order CTAs wait for tiles with lower numbers."""
-
-    @property
-    def num_given(self):
-        """None: CTAs also ask for their first tile, see `fa3.schedules.dynamic.InOrderQueue`."""
-        return 0
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
         return self.next(cursor._replace(end=self.order.num_used))

@@ -119,6 +119,7 @@ class RecomputeTiles(Dynamic):
     """
 
     name: ClassVar[str] = "recompute"
+    asks_first: ClassVar[bool] = True
 
     @property
     def num_counters(self) -> int:
@@ -132,9 +133,6 @@ class RecomputeTiles(Dynamic):
         """A cursor before the first tile: the marking launch may still run."""
         zero = cluster * 0
         return RecomputeCursor(zero, zero, zero, zero)
-
-    def begin(self, cursor: RecomputeCursor) -> RecomputeCursor:
-        return self.next(cursor)
 
     def next(self, cursor: RecomputeCursor) -> RecomputeCursor:
         if self.is_producer:
