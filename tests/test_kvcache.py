@@ -27,7 +27,8 @@ from fa3.calls.options import CACHED, Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import values_on_host
 from fa3.kernels.decode import Decode
-from fa3.kernels.segment_table import SegmentTable, SegmentTableArguments
+from fa3.kernels.segment_table import SegmentTable
+from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning import decode as planning
 
 DTYPES = ("bfloat16", "float16")
@@ -537,7 +538,7 @@ def test_equal_queries_have_lasting_ends(is_captured, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
         for _ in range(2):
             flash_attn_with_kvcache(q, k, k, causal=True)
-    ends = [given[SegmentTableArguments._fields.index("cu_seqlens_q")]
+    ends = [given[TileTableArguments._fields.index("cu_seqlens_q")]
             for kernel, given in notes.launches if isinstance(kernel, SegmentTable)]  # fmt: skip
     assert len(ends) == 2 and (ends[0] is ends[1]) != is_captured
     assert all(one.tolist() == [0, 512, 1024, 1536] for one in ends)

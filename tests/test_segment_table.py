@@ -348,10 +348,13 @@ def tables_on_cpu(step: Step) -> tuple[np.ndarray, list[Segments]]:
     segments = np.full(segment_rows(step.capacity * step.heads[0]) * NUM_CTAS * FIELDS, -7)
     ends = (emulated_cta.Memory(np.array(one)) for one in step.ends)
     memory, ratio = emulated_cta.Memory(table), step.heads[0] // step.heads[1]
-    call = tile_table.TileTableArguments(
-        *ends, None, None, memory, *step.totals, step.capacity, 0, *step.window, step.short, ratio,
-        NUM_CTAS,
-    )  # fmt: skip
+    ends_and_totals = "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k"
+    named = dict(zip(ends_and_totals, (*ends, *step.totals), strict=True))
+    named |= {"table": memory, "capacity": step.capacity, "shift": 0, "num_ctas": NUM_CTAS}
+    named |= {"short_queries": step.short, "qhead_per_kvhead": ratio}
+    named["window_left"], named["window_right"] = step.window
+    fields = tile_table.TileTableArguments._fields
+    call = tile_table.TileTableArguments(**dict.fromkeys(fields) | named)
     order = ragged.RaggedOrder(*vars(step.order(memory)).values())
     tiles = tile_table.TileTable(TILE_M, TILE_N, Band.of(step.window), False, False)
     kernel = segment_table.SegmentTable(tiles).kernel

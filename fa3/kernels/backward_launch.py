@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.kernels.tile_table import TileTableArguments
 from fa3.primitives import arguments
 from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
 from fa3.primitives.dropout import DropoutArguments
@@ -236,7 +235,7 @@ class PassArguments(NamedTuple):
         if kernel.has_lines:
             named |= dict.fromkeys(("line_length", "parts_of_line"), Int32(0))
         if table is not None:
-            table_types = TileTableArguments.symbolic(table)._asdict()
+            table_types = table.symbolic()._asdict()
             named |= {name: table_types[name] for name in cls._fields if name in table_types}
         elif kernel.is_ragged:
             named |= {"cu_seqlens_q": vector(), "seqused_q": vector(exists=kernel.has_used_q)}

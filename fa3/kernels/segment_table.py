@@ -16,7 +16,6 @@ Timeline
     The next kernel is launched early and waits in hardware for the end of this one.
 """
 
-from collections import namedtuple
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,27 +49,6 @@ MOST_SEQUENCES = WARP  # sequences that the kernel serves: each warp has a lane 
 MOST_WORK = 1 << 30  # key blocks of all tiles that 32 bits can count and multiply safely
 
 
-class SegmentTableArguments(
-    namedtuple(
-        "SegmentTableArguments",
-        (*TileTableArguments._fields, "segments", "heads", "rows_of_group"),
-    )
-):
-    """The arguments of a launch, in this order; the stream comes last.
-
-    After `TileTableArguments` comes `segments`, int32, which receives `segment_rows` segments for
-    each of `num_ctas` CTAs at most; then query heads, and `rows_of_group` of `RaggedOrder`.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def symbolic(cls, kernel: "SegmentTable") -> "SegmentTableArguments":
-        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        more = arguments.int32_vector(), Int32(0), Int32(0)
-        return cls(*TileTableArguments.symbolic(kernel.tiles), *more)
-
-
 def segment_rows(num_tiles: int) -> int:
     """Segments of a CTA at most, and the end of its column."""
     return num_tiles + 1
@@ -83,13 +61,18 @@ class SegmentTable(KernelBase):
     tiles: TileTable  # the kernel that makes the tile table alone; of tiles of queries
 
     entry_name: ClassVar[str] = "fa3_segment_table"
-    arguments_type: ClassVar[type] = SegmentTableArguments
+    arguments_type: ClassVar[type] = TileTableArguments
+
+    def arguments(self) -> list:
+        own = dict.fromkeys(("heads", "rows_of_group"), Int32(0))
+        own["segments"] = arguments.int32_vector()
+        return [*self.tiles.symbolic(**own), arguments.symbolic_stream()]
 
     @cute.jit
-    def launch(self, call: SegmentTableArguments, stream):
+    def launch(self, call: TileTableArguments, stream):
         heads = Divisor.of(call.heads)
         order = RaggedOrder.of(call.table, heads, call.qhead_per_kvhead, call.rows_of_group)
-        tiles = arguments.operands_of(TileTableArguments, call)
+        tiles = call._replace(segments=None, heads=None, rows_of_group=None)
         self.kernel(tiles, order, call.segments).launch(
             grid=(1, 1, 1), block=(CUTTERS, 1, 1), stream=stream, use_pdl=True
         )

@@ -15,15 +15,16 @@ Timeline
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from fa3.kernels.kernel_base import KernelBase
+from fa3.kernels.tile_table import TileTableArguments
 from fa3.primitives import arguments
-from fa3.primitives.ragged_lengths import RaggedLengths, sequence_of
+from fa3.primitives.ragged_lengths import sequence_of
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import store_words
 from fa3.primitives.wgmma import ROWS, WARP
@@ -33,50 +34,6 @@ from fa3.schedules.shared_tiles import HALVES, MultiSequenceRecord, keys_seen
 from fa3.scores.masks import NO_SEQUENCE, ROW_RECORD, Band, RowRecord, Sequence
 
 WARPS_OF_HALF = ROWS // WARP
-
-
-class MultiSequenceTableArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last."""
-
-    # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; batch > 0.
-    cu_seqlens_q: object
-    cu_seqlens_k: object
-    # seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
-    seqused_q: object
-    seqused_k: object
-    rows: object  # (tiles * tile_m, ROW_RECORD) int32, receives the records of rows
-    tiles: object  # int32, receives a header and the records of tiles
-    table: object  # int32, receives a header's place and the records of sequences, by their number
-    # total_q, total_k: rows of q and of k.
-    total_q: int
-    total_k: int
-    num_tiles: int  # tiles that the rows of q take
-    # window_left, window_right: keys seen before and after a query's own; where they are bounded.
-    window_left: int
-    window_right: int
-
-    @classmethod
-    def symbolic(cls, kernel: "MultiSequenceTable") -> "MultiSequenceTableArguments":
-        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        ends, batch, vector = cute.sym_int(), cute.sym_int(), arguments.int32_vector
-        return cls(
-            cu_seqlens_q=vector(ends),
-            cu_seqlens_k=vector(ends),
-            seqused_q=vector(batch, kernel.has_used_q),
-            seqused_k=vector(batch, kernel.has_used_k),
-            rows=arguments.compact_tensor("int32", (cute.sym_int(), ROW_RECORD)),
-            tiles=vector(),
-            table=vector(),
-            **arguments.scalars(cls),
-        )
-
-    @property
-    def queries(self) -> RaggedLengths:
-        return RaggedLengths(self.cu_seqlens_q, self.seqused_q, self.total_q)
-
-    @property
-    def keys(self) -> RaggedLengths:
-        return RaggedLengths(self.cu_seqlens_k, self.seqused_k, self.total_k)
 
 
 @dataclass(frozen=True)
@@ -90,20 +47,25 @@ class MultiSequenceTable(KernelBase):
     has_used_k: bool
 
     entry_name: ClassVar[str] = "fa3_joined_table"
-    arguments_type: ClassVar[type] = MultiSequenceTableArguments
+    arguments_type: ClassVar[type] = TileTableArguments
+
+    def arguments(self) -> list:
+        rows = arguments.compact_tensor("int32", (cute.sym_int(), ROW_RECORD))
+        own = {"rows": rows, "tiles": arguments.int32_vector(), "num_tiles": Int32(0)}
+        return [*TileTableArguments.symbolic(self, **own), arguments.symbolic_stream()]
 
     def __post_init__(self):
         if self.tile_m != HALVES * ROWS:
             raise ValueError(f"tile_m must be {HALVES * ROWS}, got {self.tile_m}")
 
     @cute.jit
-    def launch(self, call: MultiSequenceTableArguments, stream):
+    def launch(self, call: TileTableArguments, stream):
         self.kernel(call).launch(
             grid=(call.num_tiles, 1, 1), block=(self.tile_m, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, call: MultiSequenceTableArguments):
+    def kernel(self, call: TileTableArguments):
         smem = SmemAllocator()
         # Of each warp: the first and the last key that its rows see, and whether all are used.
         warp_ranges = smem.allocate_tensor(
@@ -136,7 +98,7 @@ class MultiSequenceTable(KernelBase):
                     call.tiles[i] = num_tiles if i == NUM_RECORDS else Int32(0)
 
     @cute.jit
-    def write_sequences(self, call: MultiSequenceTableArguments):
+    def write_sequences(self, call: TileTableArguments):
         """Write a record of each sequence, whose queries are one tile."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -149,7 +111,7 @@ class MultiSequenceTable(KernelBase):
             batch += num_blocks * self.tile_m
 
     @cute.jit
-    def record_of_row(self, call: MultiSequenceTableArguments, row: Int32) -> RowRecord:
+    def record_of_row(self, call: TileTableArguments, row: Int32) -> RowRecord:
         """The record of a row of q, or past the last one."""
         queries, keys = call.queries, call.keys
         window = Window(call.window_left, call.window_right)

@@ -23,7 +23,7 @@ Timeline
 
 from dataclasses import dataclass
 from operator import add
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -74,12 +74,15 @@ AT_ONCE = 8  # lanes that `place_among` asks at once
 AMOUNTS = SORTERS  # amounts of work that are told apart, one for each thread of the prefix sum
 
 
-OF_LINES = "line_length", "line_heads"  # arguments of tables of parts of lines
-OF_KEYS = "is_by_work", "block_parts", "rise", *OF_LINES  # and of all tables of keys
+OF_QUERIES = "capacity", "shift", "short_queries", "qhead_per_kvhead", "num_ctas"
+OF_KEYS = "is_by_work", "block_parts", "rise"
+OF_LINES = "line_length", "line_heads"
+"""Numbers that tables of queries have, and besides these tables of keys, and of lines."""
 
 
 class TileTableArguments(NamedTuple):
-    """The arguments of a launch, in this order; the stream comes last."""
+    """The arguments of kernels that make tables; then the stream.
+    What a kind of tables does not have is None."""
 
     # cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; no
     # `cu_seqlens_k` where keys are in a cache.
@@ -88,50 +91,59 @@ class TileTableArguments(NamedTuple):
     # seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
     seqused_q: object
     seqused_k: object
-    table: object  # int32, receives the header and `capacity` records at most
+    # Where sequences share tiles: (tiles * tile_m, ROW_RECORD) int32, receives the records of rows.
+    rows: object
+    tiles: object  # int32, receives a header and the records of shared tiles
+    # Int32, receives the header and `capacity` records at most; where sequences share tiles, a
+    # header's place and the records of sequences, by their number.
+    table: object
     # total_q, total_k: rows of q and of k; of a cache, the rows that a sequence has room for.
     total_q: int
     total_k: int
-    capacity: int  # records that the table has room for
-    shift: int  # work is counted in units of 2**shift blocks
+    num_tiles: int | None  # shared tiles that the rows of q take
+    capacity: int | None  # records that the table has room for
+    shift: int | None  # work is counted in units of 2**shift blocks
     # window_left, window_right: keys seen before and after a query's own; where they are bounded.
     window_left: int
     window_right: int
     # Sequences with so many queries or fewer get no tiles of queries: another kernel attends to
     # them. 0 if this one does.
-    short_queries: int
-    qhead_per_kvhead: int  # query heads of a key/value head
-    num_ctas: int  # CTAs that the GPU holds
+    short_queries: int | None
+    qhead_per_kvhead: int | None  # query heads of a key/value head
+    num_ctas: int | None  # CTAs that the GPU holds
     # Of keys: 1 if tiles of up to 32 sequences come by their work, 0 if a sequence's come together.
-    is_by_work: int | None = None
+    is_by_work: int | None
     # block_parts, rise: of keys, see `KeySplit`; a tile has as many records as it has parts.
-    block_parts: int | None = None
-    rise: int | None = None
+    block_parts: int | None
+    rise: int | None
     # line_length, line_heads: units of a part of a line, and its query heads, see `KeyLine`.
-    line_length: int | None = None
-    line_heads: int | None = None
+    line_length: int | None
+    line_heads: int | None
+    # Int32, receives `segment_rows` segments for each of `num_ctas` CTAs at most.
+    segments: object
+    # heads, rows_of_group: query heads, and as in `RaggedOrder`.
+    heads: int | None
+    rows_of_group: int | None
 
     @classmethod
-    def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
+    def symbolic(cls, kernel: Any, has_cache: bool = False, **own: object) -> "TileTableArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         ends, batch, vector = cute.sym_int(), cute.sym_int(), arguments.int32_vector
-        return cls(
-            cu_seqlens_q=vector(ends),
-            cu_seqlens_k=vector(ends, not kernel.has_cache),
-            seqused_q=vector(batch, kernel.has_used_q),
-            seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
-            table=vector(),
-            **arguments.scalars(cls),
-            **dict.fromkeys(OF_KEYS, Int32(0) if kernel.is_of_keys else None)
-            | dict.fromkeys(OF_LINES, Int32(0) if kernel.has_lines else None),
-        )
+        own |= {
+            "cu_seqlens_q": vector(ends),
+            "cu_seqlens_k": vector(ends, not has_cache),
+            "seqused_q": vector(batch, kernel.has_used_q),
+            "seqused_k": vector(batch, kernel.has_used_k or has_cache),
+            "table": vector(),
+        }
+        return cls(**dict.fromkeys(cls._fields) | arguments.scalars(cls) | own)
 
     @property
     def queries(self) -> RaggedLengths:
         return RaggedLengths(self.cu_seqlens_q, self.seqused_q, self.total_q)
 
     @property
-    def keys(self) -> RaggedLengths | CacheLengths:
+    def keys(self) -> Any:
         if self.cu_seqlens_k is None:
             return CacheLengths(self.seqused_k, self.total_k)
         return RaggedLengths(self.cu_seqlens_k, self.seqused_k, self.total_k)
@@ -201,6 +213,15 @@ class TileTable(KernelBase):
 
     entry_name: ClassVar[str] = "fa3_tile_table"
     arguments_type: ClassVar[type] = TileTableArguments
+
+    def symbolic(self, **own: object) -> TileTableArguments:
+        """Types of the arguments, and of more that another kernel has."""
+        names = *OF_QUERIES, *OF_KEYS * self.is_of_keys, *OF_LINES * self.has_lines
+        own |= dict.fromkeys(names, Int32(0))
+        return TileTableArguments.symbolic(self, self.has_cache, **own)
+
+    def arguments(self) -> list:
+        return [*self.symbolic(), arguments.symbolic_stream()]
 
     @cute.jit
     def launch(self, call: TileTableArguments, stream):
