@@ -28,8 +28,7 @@ __all__ = [
     "install",
 ]
 
-NAME = "flash_attn_interface"
-"""What libraries import."""
+NAME = "flash_attn_interface"  # what libraries import
 
 
 def install(force: bool = False) -> None:
