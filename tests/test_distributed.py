@@ -3,9 +3,11 @@
 On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with NCCL.
 """
 
+import ctypes
 import functools
 import math
 import os
+import time
 from bisect import bisect_right
 from contextlib import ExitStack
 from functools import partial
@@ -40,7 +42,6 @@ from fa3.distributed import (
     zigzag,
 )
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.hops import Hop, leave_sms
 from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import Window
 
@@ -732,13 +733,6 @@ def test_parts_bring_what_is_seen(layout, num_ranks):
             assert sorted(keys) == list(range(first, last))
 
 
-@pytest.mark.parametrize("margins", [[0], [2, 0], [2, 2, 2]])
-def test_parts_leave_sms_while_rows_are_under_way(margins):
-    hops = [Hop([KeyPart(Options(), None, False)]) for _ in margins]
-    leave_sms(hops)
-    assert [hop.parts[0].options.sm_margin for hop in hops] == margins
-
-
 def add_seen(seen, parts, held, keys):
     """Add the rows that a rank's queries see in these parts, by bottom-right alignment."""
     for part in parts:
@@ -831,7 +825,16 @@ class SharedMemory:
         for name in ("Event", "Stream", "set_stream", "current_stream"):
             patch.setattr(torch.cuda, name, lambda *_: MagicMock())
         patch.setattr(transfer.SharedMemory, "of", self.memory)
+        patch.setattr(transfer.driver, "cuStreamWriteValue32", self.write)
         patch.setattr(transfer, "shares_memory", lambda *_: True)
+
+    @staticmethod
+    def write(_, address, value, flags):
+        """Write a word that a rank waits for, which it must have taken before."""
+        word = ctypes.c_uint32.from_address(address)
+        assert word.value == 0
+        word.value = value
+        return (0,)
 
     def memory(self, group, number, size):
         """Return what stays of a group, a number and a size, in files that ranks share."""
@@ -840,6 +843,7 @@ class SharedMemory:
                 f"{self.folder}/{group.size()}-{number}-{size}-{i}" for i in range(group.size())
             ]
             boxes = [torch.from_file(x, True, size, dtype=torch.uint8) for x in names]
+            pads = [torch.from_file(f"{x}-said", True, 16, dtype=torch.int32) for x in names]
 
             def get_buffer(rank, shape, dtype, offset):
                 begin = offset * dtype.itemsize
@@ -849,8 +853,21 @@ class SharedMemory:
                     .view(shape)
                 )
 
+            def wait_signal(source, channel, _):
+                place = group.size() * channel + source
+                begin = time.monotonic()
+                while not pads[group.rank()][place]:
+                    assert time.monotonic() - begin < 20, f"nothing came from rank {source}"
+                    time.sleep(1e-4)
+                pads[group.rank()][place] = 0
+
             handle = SimpleNamespace(
-                get_buffer=get_buffer, barrier=lambda *_: torch.distributed.barrier(group)
+                get_buffer=get_buffer,
+                barrier=lambda *_: torch.distributed.barrier(group),
+                wait_signal=wait_signal,
+                signal_pad_ptrs=[pad.data_ptr() for pad in pads],
+                rank=group.rank(),
+                world_size=group.size(),
             )
             self.memories[group, number, size] = transfer.SharedMemory(
                 boxes[group.rank()], handle, 0, MagicMock()

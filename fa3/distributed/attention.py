@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fa3.calls.backward import wants_gradient
-from fa3.calls.call import check_tensor, describe_tensors
+from fa3.calls.call import check_tensors, describe_tensors
 from fa3.calls.latest import FastPath
-from fa3.calls.operands import DTYPES
+from fa3.calls.operands import Operand
 from fa3.calls.options import DENSE, PACKED, Options, check_scale, checked_options, integer
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, groups_of
@@ -196,7 +196,7 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     asked["has_gradient"] = wants_gradient(q, k, v, sinks)
     options, _, deterministic, *_ = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
-    check_call(call, len(layout.cu_seqlens) - 1 if is_packed else q.shape[0])
+    check_call(call, len(layout.cu_seqlens) - 1 if is_packed else None)
     rest = q.shape[-2], options.window, slopes is not None
     if len(sizes) > 1:
         if method == "ulysses":
@@ -209,23 +209,14 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def check_call(call: Any, sequences: int) -> None:
-    """Raise unless the tensors fit together, for so many sequences."""
-    q, k, v = call.q, call.k, call.v
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
-    q.check_dtype("q", *DTYPES)
-    # Ranks get these rounded to q's dtype, or by heads, before they are checked in each process.
-    for name, one in (("q", q), ("k", k), ("v", v)):
-        one.check_same_kind(name, q)
-        one.check_head_dim(name)
-        one.check_layout(name)
-    k.check_shape("k", (*q.shape[:-2], k.shape[-2], q.shape[-1]), "q")
-    v.check_shape("v", (*k.shape[:-1], v.shape[-1]), "q and k")
-    k.check_heads_divide("k", q)
-    sizes = {"batch": (sequences, "q"), "heads_q": (q.shape[-2], "q")}
-    check_tensor(call, "alibi_slopes", sizes)
-    check_tensor(call, "sinks", sizes)
+def check_call(call: Any, documents: int | None) -> None:
+    """Raise unless tensors fit together; packed ones are of so many documents."""
+    q, k = call.q, call.k
+    if documents is not None:
+        ends = Operand((documents + 1,), (1,), torch.int32, q.device)
+        call = call._replace(kind=PACKED, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    check_tensors(call)
+    k.check_shape("k", (*q.shape[:-2], k.shape[-2], q.shape[-1]), "q")  # of the same rows
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

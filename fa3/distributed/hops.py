@@ -5,7 +5,7 @@ float32 by their log-sum-exps. dK and dV go back in float32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -15,9 +15,6 @@ from torch import Tensor
 from fa3.distributed.alone import KeyPart
 from fa3.distributed.steps import steps_of
 from fa3.distributed.transfer import RankCall, Transfer
-
-WAITING_SMS = 2
-"""SMs that a part leaves while rows are under way: kernels in which ranks meet run there."""
 
 Terms = list[tuple[slice, Sequence[Tensor]]]
 """Rows, and what is added up there of each of some tensors."""
@@ -76,12 +73,9 @@ class Hops:
         for number, (exchange, parts) in enumerate(steps):
             # Hops in a row have other memory.
             back = exchange.gradients(), kinds[1]
-            going = Transfer(call, *back, number=2 + number, is_free=not self.keeps)
+            going = Transfer(call, *back, number=2 + number)
             coming = Transfer(call, exchange, kinds[0], number=number % 2)
             self.hops.append(Hop(parts[rank], coming, going, exchange.rows_from(rank)))
-        self.by_ring = by_ring
-        if by_ring:
-            leave_sms(self.hops)
 
     def arrivals(
         self, there: Sequence[Sequence[Tensor]], step: int
@@ -92,16 +86,16 @@ class Hops:
         def begun(i: int) -> Callable[[], Sequence[Tensor]]:
             if i < len(there) or (coming := self.hops[i].coming) is None:
                 return lambda: there[i]
-            return coming.start(there[0], meets=True)
+            coming.meet()
+            return coming.start(there[0], is_kept=True)
 
         order = range(len(self.hops))[::step]
         waits = [begun(order[0])]
         for i, hop in enumerate(self.hops[::step]):
             waits += map(begun, order[i + 1 : i + 2])
-            if not self.by_ring:
-                # Else the barrier after the copies would wait for SMs, and other ranks for it.
-                waits[-1]()
             yield hop, waits[i]()
+            if hop.coming and order[i] >= len(there):
+                hop.coming.end()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
@@ -140,6 +134,8 @@ class Hops:
         query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if self.keeps and (going := self.hops[-1].going):
+            going.meet()
         for hop, keys in self.arrivals(there, -1):
             hop_terms = Terms()
             for part in hop.parts[::-1]:
@@ -215,15 +211,6 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     weight = (part_lse - both).exp_().nan_to_num_(0.0)
     out.lerp_(part.float(), weight.mT[..., None])
     lse.copy_(both)
-
-
-def leave_sms(hops: Sequence[Hop]) -> None:
-    """Let parts leave SMs while other ranks' kernels await rows.
-    With two hops none does while the last one computes, in neither pass."""
-    for hop in hops[: len(hops) - (len(hops) < 3)]:
-        for i, part in enumerate(hop.parts):
-            margin = max(part.options.sm_margin, WAITING_SMS)
-            hop.parts[i] = replace(part, options=part.options._replace(sm_margin=margin))
 
 
 def keeps_keys(part: KeyPart, num_ranks: int, heads_q: int, heads_kv: int) -> bool:

@@ -1,8 +1,8 @@
 """Rows between ranks: by copies into shared memory, or by messages.
 
-On one host a GPU writes rows into memory of the others. Its copy engine does that, which takes no
-SM. Ranks meet before the copies, when no rank reads that memory any more, and after them.
-Elsewhere ranks send and receive through `torch.distributed`.
+On one host a GPU writes rows into memory of the others, and then a word that says so. Its copy
+engine does that, which takes no SM. Once in a pass ranks meet before the copies, when no rank reads
+that memory any more. Elsewhere ranks send and receive through `torch.distributed`.
 """
 
 import functools
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cuda.bindings import driver
 from torch import Tensor
 
 from fa3.distributed.alone import KeyPart
@@ -124,16 +125,17 @@ class RankCall(NamedTuple):
     dkv_dtype: torch.dtype
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """An exchange of tensors (*batch, rows, heads, columns), again and again.
+
+    Where ranks share memory, they must `meet` in each pass before its first transfer, and before
+    they write again to memory that was read in the same pass.
 
     Attributes:
         kinds: heads, columns and dtype of each tensor, as it comes from a rank.
         number: of the memory that ranks share. No two transfers of one number are under way at the
             same time.
-        is_free: ranks have met in the same pass, after all had read that memory. So the first rank
-            need not wait for the last one before it copies.
         heads: "split" if each rank gets its share of the heads that leave, "join" if it gets a
             share from each rank, or "all".
     """
@@ -142,7 +144,6 @@ class Transfer:
     exchange: RowExchange
     kinds: Sequence[tuple[int, int, torch.dtype]]
     number: int
-    is_free: bool = False
     heads: str = "all"
 
     def __post_init__(self) -> None:
@@ -166,6 +167,7 @@ class Transfer:
                 self.leaving.append((i, here, there, target))
             elif target == self.rank:
                 self.coming.append((i, here, there, source))
+        self.targets, self.sources = ({x[-1] for x in one} for one in (self.leaving, self.coming))
         crosses = any(source != target for source, target, *_ in self.exchange.moves)
         self.in_shared_memory = crosses and shares_memory(self.call.group, self.call.device)
 
@@ -174,13 +176,19 @@ class Transfer:
         first = [self.call.group.size()] * (self.heads == "join")
         return [(*first, *self.call.batch, total, *sizes) for *sizes, _ in self.kinds]
 
-    def start(self, tensors: Sequence[Tensor], meets: bool = False) -> Callable[[], list[Tensor]]:
+    def meet(self) -> None:
+        """Wait until all ranks may write to the memory they share."""
+        if self.in_shared_memory:
+            while UNDER_WAY:  # when a call failed
+                UNDER_WAY[-1].arrive()
+            self.shared.handle.barrier(0, self.shared.timeout_ms)
+
+    def start(self, tensors: Sequence[Tensor], is_kept: bool = False) -> Callable[[], list[Tensor]]:
         """Begin after the current stream's work; return what waits for tensors.
         It returns the tensors that come. In shared memory they are there until it is written again,
-        unless they are joined. If the current stream meets the other ranks', too, kernels that
-        follow cannot keep them waiting on SMs that they have taken."""
+        unless they are joined. If what leaves `is_kept`, this does not wait for it: `end` does."""
         if self.in_shared_memory:
-            wait, places = self.push(tensors, meets), self.own_places
+            wait, places = self.push(tensors, is_kept), self.own_places
         else:
             shapes = self.shapes(self.exchange.totals[self.rank])
             results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
@@ -209,7 +217,7 @@ class Transfer:
 
         return wait
 
-    def push(self, tensors: Sequence[Tensor], meets: bool) -> Callable[[], list[Tensor]]:
+    def push(self, tensors: Sequence[Tensor], is_kept: bool) -> Callable[[], list[Tensor]]:
         """Begin to copy into other ranks' memory."""
         shared, kept = self.shared, list(tensors)
         # Without a number torch would look for the device, several times as long.
@@ -218,24 +226,35 @@ class Transfer:
         torch.cuda.set_stream(shared.stream)  # torch's context for this takes the host longer
         try:
             shared.stream.wait_event(self.begun)
-            if not self.is_free:
-                shared.meet()
-            if meets:
-                self.begun.record(shared.stream)
-                current.wait_event(self.begun)
             for (i, here, *_), place in zip(self.leaving, self.places, strict=True):
                 place.copy_(tensors[i][here])
-            shared.meet()
+            for rank in self.targets:
+                shared.say(rank)
             self.ended.record(shared.stream)
         finally:
             torch.cuda.set_stream(current)
+        UNDER_WAY.append(self)
 
         def wait() -> list[Tensor]:
-            current.wait_event(self.ended)
+            self.arrive()
+            if not is_kept:
+                self.end()
             kept.clear()
             return self.arrived
 
         return wait
+
+    def arrive(self) -> None:
+        """Wait on the current stream for what other ranks copy here."""
+        if self in UNDER_WAY:
+            UNDER_WAY.remove(self)
+            for rank in self.sources:
+                self.shared.handle.wait_signal(rank, SAID, self.shared.timeout_ms)
+
+    def end(self) -> None:
+        """Wait on the current stream for copies to other ranks."""
+        if self.in_shared_memory:
+            torch.cuda.current_stream(self.call.device.index).wait_event(self.ended)
 
     @functools.cached_property
     @torch.inference_mode(False)  # else no other call could write there
@@ -300,10 +319,21 @@ class SharedMemory(NamedTuple):
         timeout = group._get_backend(device).options._timeout
         return cls(buffer, handle, int(timeout.total_seconds() * 1000), stream_of(device))
 
-    def meet(self) -> None:
-        """Wait on the current stream until all ranks' streams are here."""
-        self.handle.barrier(0, self.timeout_ms)
+    def say(self, rank: int) -> None:
+        """Let a rank's `wait_signal` end, after the copies."""
+        place = SAID * self.handle.world_size + self.handle.rank
+        word = self.handle.signal_pad_ptrs[rank] + 4 * place
+        # Unlike torch's `put_signal` this takes no SM, so no kernel keeps it waiting.
+        (error,) = driver.cuStreamWriteValue32(self.stream.cuda_stream, word, 1, 0)
+        if error:
+            raise RuntimeError(f"CUDA cannot write to memory of rank {rank}: {error.name}")
 
+
+SAID = 1
+"""Torch's channel of words that say that rows have come; ranks meet by channel 0."""
+
+UNDER_WAY: list[Transfer] = []
+"""Transfers whose rows have not been waited for. A word that stayed would end a later wait."""
 
 stream_of = functools.cache(torch.cuda.Stream)
 """The stream of a device's copies to others: one, so that they come in the same order."""

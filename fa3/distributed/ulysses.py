@@ -52,7 +52,7 @@ class Ulysses:
         to_rows = {"out": [out], "out, lse": [out, lse], "dq, dk, dv": [q, dk, dv]}
         here = call._replace(group=group)
         split: Any = {"number": 0, "heads": "split"}
-        join: Any = {"number": 1, "heads": "join", "is_free": True}
+        join: Any = {"number": 1, "heads": "join"}
         self.transfers = {x: Transfer(here, there, y, **split) for x, y in to_heads.items()}
         self.transfers |= {x: Transfer(here, back, y, **join) for x, y in to_rows.items()}
         outer = call._replace(chunks=wholes, group=outside, rank=number, sizes=sizes)
@@ -69,6 +69,7 @@ class Ulysses:
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, -2) for x in (k, v))
+        self.transfers["qkv"].meet()
         q, k, v = self.transfers["qkv"].start((q, k, v))()
         out, lse, saved = self.inside.forward(q, k, v, self.modifiers_of(modifiers), returns_lse)
         named = ("out, lse", out, lse.mT[..., None]) if returns_lse else ("out", out)
@@ -85,7 +86,9 @@ class Ulysses:
     ) -> tuple:
         """Return the gradients; key/value heads' copies have theirs added in float32."""
         named = ("d_out", d_out) if d_lse is None else ("d_out, d_lse", d_out, d_lse.mT[..., None])
-        d_out, *lses = self.transfers[named[0]].start(named[1:])()
+        there = self.transfers[named[0]]
+        there.meet()
+        d_out, *lses = there.start(named[1:])()
         d_lse = lses[0].squeeze(-1).mT if lses else None
         *grads, mine = self.inside.backward(self.modifiers_of(modifiers), d_out, d_lse, *saved)
         dq, dk, dv = self.transfers["dq, dk, dv"].start(grads)()
