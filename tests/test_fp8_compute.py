@@ -158,6 +158,17 @@ def test_sums_of_many_blocks(levels, head_dim, head_dim_v, window):
     check(q, k, v, window, tolerance=1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_means_of_many_equal_values(head_dim):
+    """Sums in two levels lose little of equal terms, however many there are."""
+    q, k = (torch.zeros(1, n, 1, head_dim, device="cuda").to(E4M3) for n in (64, 1 << 16))
+    v = torch.ones_like(k, dtype=torch.float32).to(E4M3)
+    for values in (v, transposed(v)):
+        out = fa3.flash_attn_func(q, k, values, causal=True)
+        assert (out.float() - 1).abs().max() <= 1e-2
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 300), st.integers(0, 400), st.sampled_from(HEADS), st.data())
 def test_random_calls(where_of_random, seqlen_q, seqlen_k, heads, data):

@@ -187,7 +187,7 @@ TILINGS_IN_FP8 = tuple(
     Tiling(
         head_dim,
         head_dim_v,
-        None,
+        masked,
         math.inf,
         replace(config, one_level=ONE_LEVEL, converted_stages=stages),
         functions,
@@ -195,16 +195,17 @@ TILINGS_IN_FP8 = tuple(
     )
     for stages in (2, 0)  # 0 for V^T
     for functions in (False, True)
+    for masked in (False, True)
     for head_dim, head_dim_v, config in (
         (64, 64, ForwardConfig(*(128, 192) if functions else (192, 128), q_stages=2, kv_stages=3)),
-        (128, 128, ForwardConfig(192, 96, kv_stages=3))
-        if ONE_LEVEL and not functions
+        (128, 128, ForwardConfig(192, 96, q_stages=1 if ONE_LEVEL else 2, kv_stages=3))
+        if not functions and (ONE_LEVEL or (masked and not stages))
         else (128, 128, ForwardConfig(128, 128, q_stages=2, kv_stages=2 if stages else 3)),
         (192, 128, ForwardConfig(128, 128)),
         (256, 256, ForwardConfig(128, 128, own_o=not stages)),
     )
 )
-"""The same for q, k and v in FP8, measured on an H100 on 2026-11-27, but for head size 192."""
+"""The same for q, k and v in FP8, measured on an H100 until 2026-11-28, but for head size 192."""
 
 FULL_SHARE = 0.2
 """Share of L2's bytes for K and V that a head group has without a mask, where no longest tile must
