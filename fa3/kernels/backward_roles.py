@@ -392,8 +392,6 @@ class BackwardRoles:
             tile = self.tile(cursor)
             dq = self.dq(tile.segment)
             is_zeroed = tensors.fused.call.dq_is_zeroed
-            if cutlass.const_expr(self.kernel.is_ragged and not self.kernel.has_lines):
-                is_zeroed = None
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 head, mask, walk = self.query_head(tile, h)
                 semaphore = self.semaphore(tile, mask) if self.kernel.is_ordered else None
@@ -570,8 +568,8 @@ def visited_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks
     is_masked = begin + config.tile_n > sequence.seqlen_k
     if cutlass.const_expr(kernel.is_ragged):
         # Unused keys: their gradients are 0, for which one block is enough.
-        if cutlass.const_expr(kernel.has_lines):
-            # All key tiles visit the last block.
+        if cutlass.const_expr(kernel.is_ordered):
+            # The last block, as the last used keys do: each then knows which tile is before it.
             first = blocks.begin if begin < sequence.seqlen_k else blocks.end - 1
             blocks = blocks.between(first, blocks.end)
         else:

@@ -105,7 +105,7 @@ def launch_of_packed(
         num_clusters=min(most_ctas, num_sms),
         heads_per_group=heads // groups,
         groups_preprocessed=1 if is_fused else groups,
-        dq_is_zeroed=not main.has_lines,
+        dq_is_zeroed=not main.is_ordered,
         capacity=capacity,
         shift=shift_of_work(rows.longest_q, config.tile_m),
         is_by_work=is_by_work,

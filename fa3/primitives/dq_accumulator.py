@@ -231,7 +231,7 @@ class DqSemaphore:
 
     def signal(self, tile):
         """Say, as one thread, that this key tile has added.
-        By a maximum: key tiles that no query sees add zeros at any time."""
+        By a maximum, so that a semaphore never falls."""
         cute.arch.atomic_max(self.dq.flag_of(tile), self.rank, sem="release", scope="gpu")
 
 
@@ -265,8 +265,7 @@ class DqReduction:
     memory: cute.Tensor  # pieces in shared memory, one for each stage of `pipelines.staged`
     pipelines: object  # `staged` delivers pieces; `added` tells of blocks that have been added
     semaphore: DqSemaphore | LineSemaphore | None  # of a fixed order; else None
-    # 1 if the accumulator starts with zeros, 0 if not; None if it always does.
-    is_zeroed: Int32 | None
+    is_zeroed: Int32  # 1 if the accumulator starts with zeros, 0 if not
 
     @property
     def has_first_store(self) -> bool:
@@ -353,8 +352,7 @@ class DqReduction:
         if cutlass.const_expr(self.semaphore is not None):
             self.pipelines.staged.consumer_wait(state)
             self.semaphore.wait(tile, rank)
-            if cutlass.const_expr(self.is_zeroed is not None):
-                is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
+            is_first = self.is_zeroed == 0 and not self.semaphore.has_predecessor(tile)
         if cutlass.const_expr(self.has_first_store):
             self.pipelines.staged.consumer_wait(state)
             cute.arch.sync_warp()
