@@ -356,6 +356,8 @@ def test_keys_of_a_cache_may_be_split(ranks, size):
 
 def decode_wrongly(group):
     q, cache = seeded(1, 2, 2, 16), seeded(1, 8, 2, 16)
+    nothing = [x[:0] for x in (q, cache, cache)]
+    assert flash_attn_with_kvcache(*nothing, group=group).shape == (0, 2, 2, 16)
     wrong = {"causal": True}, {"window_size": (4, -1)}, {"s_aux": torch.ones(2)}
     return [refusal(flash_attn_with_kvcache, q, cache, cache, group=group, **x) for x in wrong]
 

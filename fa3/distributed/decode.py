@@ -73,6 +73,6 @@ def flash_attn_with_kvcache(
     part = torch.cat((out.float(), columns), 3)
     parts = part.new_empty(group.size() * len(part), *part.shape[1:])
     ALL_GATHER(parts, part, group)
-    parts = parts.unflatten(0, (-1, len(part)))
+    parts = parts.unflatten(0, (group.size(), len(part)))
     out, lse = flash_attn_combine(parts[..., :head_dim], parts[..., head_dim], out_dtype=out.dtype)
     return (out, lse.transpose(1, 2)) if return_lse else out
