@@ -17,7 +17,7 @@ from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.attention import Attention
 from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables, block_pipeline
-from fa3.primitives.fp8_blocks import CONVERTED
+from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, CONVERTED
 from fa3.primitives.output_store import RowLse
 from fa3.primitives.packed_rows import Workspace, clear_rows
 from fa3.primitives.ragged_lengths import RaggedLengths
@@ -28,7 +28,6 @@ from fa3.problem import AttentionSpec
 from fa3.schedules.stream_k import CtaGroups, StreamK
 
 CONSUMER_BARRIER = 1
-COLUMNS_OF_HELD_Q = 128  # most columns of a Q that is held in registers
 
 
 class DecodeOperands(NamedTuple):

@@ -52,7 +52,7 @@ from fa3.primitives.attention import BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, TmaBlocks, stream_of_keys
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import CONVERTED, convert_rows
-from fa3.primitives.fragments import ScoreCoords
+from fa3.primitives.fragments import ScoreCoords, read_fragment
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
 from fa3.primitives.pipelines import lend_stages, skip_stages, tma_pipeline
 from fa3.primitives.recorder import NoRecorder, Recorder
@@ -502,10 +502,14 @@ class Forward(AttentionKernel):
             row_max = self.format.row_max(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, row_max)
             smem.pipe_q.consumer_wait(q_state)
-            q_place = q_state.index
+            q, q_place = regs.q, q_state.index
             if cutlass.const_expr(self.slabs_of_q > 1):
                 q_place = q_state.index * config.consumers + group
-            q = regs.q[None, None, None, q_place]
+            if cutlass.const_expr(self.format.holds_q):
+                read_fragment(smem.q[None, None, q_place], mmas.qk, thread, q)
+                q = cute.recast_tensor(q, self.format.dtype)
+            else:
+                q = q[None, None, None, q_place]
             dropout = None
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)

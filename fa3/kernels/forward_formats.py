@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cutlass.cute.nvgpu import warpgroup
+
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
 from fa3.primitives.block_memory import BlockMemory, BlockRing
-from fa3.primitives.fp8_blocks import CacheConverter
+from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, CacheConverter
 from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
     Fp8Attention,
@@ -27,7 +29,7 @@ from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
 
 FIRST_TURN_BARRIER = 1
 
-CONVERTERS = 2  # warps that convert blocks of an FP8 cache; a third changes nothing
+CONVERTERS = 3  # warps that convert blocks of an FP8 cache
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class SixteenBits:
     columns_v: int
 
     converts_q: ClassVar[bool] = False  # whether consumers convert Q
+
+    @property
+    def holds_q(self) -> bool:
+        """Whether a tile's Q stays in registers.
+        Then Q K^T does not read it from shared memory."""
+        return False
 
     @property
     def rewriters(self) -> int:
@@ -68,7 +76,8 @@ class SixteenBits:
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """What makes a tile's attention, the WGMMAs, and this warpgroup's turns."""
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
-        return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_v), turns
+        source = warpgroup.OperandSource.RMEM if self.holds_q else warpgroup.OperandSource.SMEM
+        return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_v, source), turns
 
     def row_max(self, bound: float) -> RowMax:
         """The row max for natural logits of at most `bound`."""
@@ -124,6 +133,10 @@ class Fp8Keys(SixteenBits):
     Converting K and V to bf16 would take four times as many instructions: 15% of a call's time."""
 
     converts_q = True
+
+    @property
+    def holds_q(self) -> bool:
+        return max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
 
     @property
     def rewriters(self) -> int:

@@ -25,6 +25,7 @@ CHUNK = 16  # bytes of a chunk: what a lane loads at once, and the unit of a swi
 CHUNKS_AT_ONCE = 8  # chunks that a lane has in registers, which hides what loads take
 LARGEST_EXPONENT = 127 + 14  # biased exponent that the largest query of a tile gets in fp16
 MOST_SCALED = 120  # exponent of the largest power of two that queries are multiplied by
+COLUMNS_OF_HELD_Q = 128  # most columns of a Q that registers hold, if blocks are converted
 CONVERTED = Float16  # element type of queries and of blocks that are multiplied
 
 
@@ -78,30 +79,43 @@ class BlockRewriter:
 class BlockConverter(BlockRewriter):
     """Converts blocks of K or of V to 16 bits.
 
-    At once a warp converts a piece of some rows: 64 bytes, or 32, of 8 rows, or of 16.
+    At once a warp converts a piece of a group of rows: 64 bytes, or 32, of 8 rows, or of 16. Groups
+    that are left over, if the warps do not divide them, are the first warps'.
     """
 
+    @cute.jit
     def copy(self, from_state, to_state):
-        loaded, blocks = self.ring.loaded, self.ring.blocks
-        tile_n, columns, _ = (cute.size(loaded, mode=[i]) for i in range(3))
+        tile_n, columns, _ = (cute.size(self.ring.loaded, mode=[i]) for i in range(3))
         width = min(box_bytes(columns, 1), 64)  # of a piece
-        groups = range(tile_n // self.warps * width // (CHUNK * WARP))
-        places = list(itertools.product(range(0, columns, width), groups))
+        rows = CHUNK * WARP // width
+        groups, rest = divmod(tile_n // rows, self.warps)
+        pieces, states = range(0, columns, width), (from_state, to_state)
+        share = groups * rows
+        self.convert(pieces, range(0, share, rows), share, *states, acquires=True)
+        if cutlass.const_expr(rest):  # noqa: SIM102, joined both would be traced
+            if self.warp < rest:
+                self.convert(pieces, (self.warps * share,), rows, *states, acquires=False)
+
+    def convert(self, columns: range, begins, share, from_state, to_state, acquires: bool) -> None:
+        """Convert pieces of this warp's groups.
+        These begin at some rows, for each warp `share` rows further."""
+        loaded, blocks = self.ring.loaded, self.ring.blocks
+        places = list(itertools.product(columns, begins, (share,)))
         for first in range(0, len(places), CHUNKS_AT_ONCE):
             some = places[first : first + CHUNKS_AT_ONCE]
             # All loads come first, which hides what they take.
             chunks = [self.vector(loaded, from_state.index, *place).load() for place in some]
-            if first == 0:
+            if first == 0 and acquires:
                 self.ring.pipe.producer_acquire(to_state)
-            for (column, group), chunk in zip(some, chunks, strict=True):
+            for place, chunk in zip(some, chunks, strict=True):
                 converted = cute.make_rmem_tensor((VECTOR, 2), blocks.element_type)
                 converted.store(chunk.to(blocks.element_type).reshape((VECTOR, 2)))
                 for i in range(2):
-                    target = self.vector(blocks, to_state.index, column, group, i)
+                    target = self.vector(blocks, to_state.index, *place, i)
                     cute.autovec_copy(converted[None, i], target)
 
-    def vector(self, buffer: cute.Tensor, stage, column: int, group: int, i: int = 0):
-        """This lane's 16 bytes of a piece at `column` of some rows.
+    def vector(self, buffer: cute.Tensor, stage, column: int, begin: int, share: int, i: int = 0):
+        """This lane's 16 bytes of a piece at `column` of a group of rows.
         In 16 bits, vector `i` of its two. Addresses are computed here, not by the buffer's swizzle,
         so that only what depends on lane and stage is computed by the kernel."""
         tile_n, columns, _ = (cute.size(buffer, mode=[mode]) for mode in range(3))
@@ -114,10 +128,9 @@ class BlockConverter(BlockRewriter):
             # rows, bit 0 the stores.
             row = (self.lane // 8) ^ (self.lane // 4 % 2 * 5)
         box, rest = divmod(size * column, width)
-        row_of_warp = self.warp * (tile_n // self.warps) + row
-        offset = stage * (tile_n * columns * size) + row_of_warp * width
+        offset = stage * (tile_n * columns * size) + (self.warp * share + row) * width
         offset += ((rest // CHUNK + chunk) ^ swizzle_of(row, width)) * CHUNK
-        offset += (box * tile_n + group * (WARP // piece)) * width
+        offset += (box * tile_n + begin) * width
         address, space = buffer.iterator.toint() + offset, cute.AddressSpace.smem
         pointer = cute.make_ptr(buffer.element_type, address, space, assumed_align=CHUNK)
         return cute.make_tensor(pointer, CHUNK // size)
