@@ -347,21 +347,36 @@ def check_prompts(head_dim, head_dim_v, page_size: int | None, lengths, dtype: s
 
 
 @pytest.mark.gpu
-def test_graphs_read_lengths_and_scales_when_they_run(device):
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_graphs_read_lengths_and_scales_when_they_run(in_fp8, device):
+    """The call before writes the lengths, when CTAs of this one have already read them."""
     problem = CacheProblem((900, 300), heads_kv=2, group=4, head_dim=128, room=0)
-    call, exact = in_two_types(problem, 0, device)
-    call |= {name: call[name].contiguous() for name in DESCALES}
-    attend(call)
-    graph, (out, lse) = captured(lambda: flash_attn_with_kvcache(**call, return_lse=True))
-    call["cache_seqlens"].copy_(torch.tensor([100, 299], dtype=torch.int32))
-    for cache, name in zip(CACHES, DESCALES, strict=True):
+    make = in_two_types if in_fp8 else lambda *args: (make_call(*args),) * 2
+    call, exact = make(problem, 0, device)
+    scales = DESCALES if in_fp8 else ()
+    call |= {name: call[name].contiguous() for name in scales}
+    # All its values are the lengths, read as fp16 numbers, and so is its output.
+    keys = torch.zeros(1, 30000, 1, 64, dtype=torch.float16, device=device)
+    values, written = keys.clone(), keys[:, :1].clone()
+    call["cache_seqlens"] = written.view(torch.int32).flatten()[:2]
+
+    def both():
+        flash_attn_with_kvcache(keys[:, :1], keys, values, out=written)
+        return flash_attn_with_kvcache(**call, return_lse=True)
+
+    both()
+    graph, (out, lse) = captured(both)
+    lengths = torch.tensor([100, 299], dtype=torch.int32, device=device)
+    values[..., :4] = lengths.view(torch.float16)
+    for cache, name in zip(CACHES, scales, strict=False):
         call[name].mul_(1.5)
         exact[cache] = exact[cache] * 1.5
-    exact["cache_seqlens"] = call["cache_seqlens"]
     for _ in range(3):
         out.fill_(torch.nan)
+        call["cache_seqlens"].fill_(7)
         graph.replay()
-        check_results(exact, out, lse)
+        assert torch.equal(call["cache_seqlens"], lengths)
+        check_results(exact | {"cache_seqlens": lengths}, out, lse)
 
 
 def test_torch_compile_keeps_the_call(where):

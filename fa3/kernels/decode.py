@@ -23,7 +23,9 @@ Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have 
     From an FP8 cache the converters take these blocks, and hand them on in two more pipelines.
 
 Timeline of a launch (programmatic dependent launch)
-    barriers, descriptors | wait for the previous kernel | find the piece | segments ...
+    barriers, descriptors | find the piece | wait for the previous kernel | segments ...
+    A piece that was found from lengths of before is found again. With many sequences it is found
+    after the wait.
     The combine kernel is launched early and waits in hardware for the end of this one. This one
     starts in the same way while the previous kernel still runs, if that kernel allows it; the
     prefetcher works during this time. Where calls have no other kernel two CTAs fit on an SM, so
@@ -37,7 +39,7 @@ Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et a
 (arXiv 2301.03598), section 4.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import cutlass
@@ -77,7 +79,7 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
-from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.ragged_lengths import RaggedLengths, read_early
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import rows_first
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
@@ -91,10 +93,12 @@ from fa3.schedules.stream_k import (
     CtaGroups,
     FixedSplit,
     NoSplit,
+    Place,
     StreamK,
     Walk,
     locate,
     locate_among_equals,
+    locate_among_few,
 )
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import ScorePipeline, bind
@@ -103,6 +107,15 @@ EARLY_BLOCKS = 4  # blocks that a CTA prefetches into L2 while the previous kern
 
 EARLY_SEQUENCES = 1024
 """Most sequences for which a CTA finds its piece that early; with more it prefetches nothing."""
+
+
+@cute.jit
+def is_same(before: tuple, after: tuple):
+    """Whether all lanes have the same numbers twice."""
+    same = cutlass.Boolean(True)
+    for one, other in zip(before, after, strict=True):
+        same = same & (one == other)
+    return cute.arch.vote_all_sync(same)
 
 
 @dataclass(frozen=True)
@@ -182,83 +195,91 @@ class Decode(DecodeMemory):
         if cutlass.const_expr(not self.overlaps_forward):
             cute.arch.griddepcontrol_launch_dependents()
         call = operands, smem, cut, sizes
-        if cutlass.const_expr(not self.cache.is_fp8):
-            self.wait_and_attend(call)
-        else:
-            consumer_registers, other_registers = self.registers
-            if warp_idx < WARPS:
-                cute.arch.setmaxregister_increase(consumer_registers)
-                self.wait_for_lengths()
-                self.attend(call, self.mma)
-            else:
-                cute.arch.setmaxregister_decrease(other_registers)
-                if warp_idx >= self.first_converter:
-                    self.wait_for_lengths()
-                    self.attend(call, self.convert)
-                elif warp_idx == (-1 if self.gathers else WARPS + 1):
-                    if cutlass.const_expr(not self.gathers):
-                        self.prefetch(operands, smem, cut, sizes)
-                else:
-                    self.wait_for_lengths()
-                    self.attend(call, self.load)
+        is_prefetcher = warp_idx == self.prefetcher
+        if cutlass.const_expr(not self.overlaps_forward or self.cache.is_fp8):
+            self.find_and_attend(call, is_prefetcher)
+        elif not is_prefetcher:
+            self.attend_beside(call)
 
     @cute.jit
-    def wait_and_attend(self, call: tuple):
-        """Prefetch while the previous kernel ends; attend after it."""
+    def attend_beside(self, call: tuple):
+        """Attend while the forward kernel may run.
+        Its table says by how many CTAs."""
         operands, smem, cut, sizes = call
-        workspace = operands.workspace
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        is_prefetcher = cutlass.Boolean(False)
-        if cutlass.const_expr(not self.gathers):
-            is_prefetcher = warp_idx == WARPS + 1
+        cute.arch.griddepcontrol_wait()
+        # The forward kernel may begin: all before this kernel has ended.
+        cute.arch.griddepcontrol_launch_dependents()
+        capacity, seqlen_q, window, num_m_blocks, _, *rest = sizes
+        count = cute.arch.make_warp_uniform(operands.table[CTAS_BESIDE])
+        fewer = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), *rest
+        cta, _, _ = cute.arch.block_idx()
+        if cta < count:
+            walk = self.new_walk(operands, cut, fewer, is_early=False)
+            self.attend(operands, smem, replace(walk, place=self.locate(walk, fewer)))
+        elif cute.arch.thread_idx()[0] == 0:
+            operands.workspace.clear_record(cta)
+
+    @cute.jit
+    def find_and_attend(self, call: tuple, is_prefetcher):
+        """Find this CTA's piece while the previous kernel ends; attend after it.
+        If a length has changed meanwhile, the piece is found again. Each lane watches one sequence.
+        With more sequences than lanes it is found after the wait, unless the cache is full."""
+        operands, smem, cut, sizes = call
+        batch = operands.q.shape[0]
+        early, late = (self.new_walk(operands, cut, sizes, is_early) for is_early in (True, False))
+        # Written with `batch - 1`, the compiler would keep that in a register and spill others.
+        watched = cutlass.min(cute.arch.lane_idx() + 1, batch) - 1
+        before = early.lengths.read(watched)
+        place = self.locate_early(early, before, sizes)
         if is_prefetcher:
-            if cutlass.const_expr(not (self.gathers or self.overlaps_forward)):
-                self.prefetch(operands, smem, cut, sizes)
+            if cutlass.const_expr(self.cache.is_fp8):
+                cute.arch.setmaxregister_decrease(self.registers[1])
+            if cutlass.const_expr(not self.gathers):
+                if cutlass.const_expr(not self.cache.is_full):  # noqa: SIM102
+                    if batch > WARP and batch <= EARLY_SEQUENCES:
+                        place = self.locate(early, sizes)
+                self.prefetch(operands, smem, replace(early, place=place))
         else:
-            self.wait_for_lengths()
-            if cutlass.const_expr(self.overlaps_forward):
-                # The forward kernel may begin: all before this kernel has ended.
-                cute.arch.griddepcontrol_launch_dependents()
-                capacity, seqlen_q, window, num_m_blocks, _, *rest = sizes
-                count = cute.arch.make_warp_uniform(operands.table[CTAS_BESIDE])
-                fewer = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), *rest
-                cta, _, _ = cute.arch.block_idx()
-                if cta < count:
-                    self.attend((*call[:-1], fewer))
-                elif cute.arch.thread_idx()[0] == 0:
-                    workspace.clear_record(cta)
-            else:
-                self.attend(call)
-
-    def wait_for_lengths(self):
-        """Wait for the previous kernel, which may write inputs or read outputs.
-        A full cache has no lengths to wait for; `attend` waits then."""
-        if not self.cache.is_full:
             cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(not self.cache.is_full):  # noqa: SIM102
+                if batch > WARP or not is_same(before, late.lengths.read(watched)):
+                    place = self.locate(late, sizes)
+            self.attend(operands, smem, replace(late, place=place))
+
+    def locate_early(self, walk: Walk, length: tuple, sizes: tuple) -> Place:
+        """Where the piece begins, if there are few sequences.
+        Each lane has the length of one."""
+        if self.cache.is_full:
+            return self.locate(walk, sizes)
+        number, rows = Int64 if self.is_long else Int32, (walk.num_m_blocks, walk.num_groups)
+        crew = walk.crew.number
+        return locate_among_few(self.cut_type, walk.lengths, length, *rows, sizes[4], crew, number)
 
     @cute.jit
-    def attend(self, call: tuple, role: cutlass.Constexpr = None):
-        """Find this CTA's piece, and do a role's share of it.
-        Without a role, the warp decides."""
-        operands, smem, cut, sizes = call
-        walk = self.find_walk(operands, cut, sizes, is_early=False)
-        if cutlass.const_expr(self.cache.is_full):
-            cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(role is not None):
-            role(operands, smem, walk)
-        elif cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
-            self.load(operands, smem, walk)
-        else:
+    def attend(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
+        """Do this warp's share of this CTA's piece.
+        All warps have found it by the same instructions: copies of these come into the SM late."""
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx < WARPS:
+            if cutlass.const_expr(self.cache.is_fp8):
+                cute.arch.setmaxregister_increase(self.registers[0])
             self.mma(operands, smem, walk)
+        else:
+            if cutlass.const_expr(self.cache.is_fp8):
+                cute.arch.setmaxregister_decrease(self.registers[1])
+            cursor = walk.first()
+            if cutlass.const_expr(not self.cache.is_fp8):  # noqa: SIM114, joined both would be traced
+                self.load(operands, smem, walk, cursor)
+            elif warp_idx < self.first_converter:
+                self.load(operands, smem, walk, cursor)
+            else:
+                self.convert(smem, walk, cursor)
 
-    @cute.jit
-    def find_walk(
-        self, operands: DecodeOperands, cut, sizes: tuple, is_early: cutlass.Constexpr
-    ) -> Walk:
-        """The walk over this CTA's segments."""
-        capacity, seqlen_q, window, num_m_blocks, num_crews, width, num_groups = sizes
+    def new_walk(self, operands: DecodeOperands, cut, sizes: tuple, is_early: bool) -> Walk:
+        """The walk over this CTA's segments, without its place."""
+        capacity, seqlen_q, window, num_m_blocks, _, width, num_groups = sizes
         packed = None
-        if cutlass.const_expr(self.is_packed):
+        if self.is_packed:
             packed = PackedQueries(operands.packed_q, self.qhead_per_kvhead, ROWS)
         lengths = Cached(
             operands.q.shape[0],
@@ -275,21 +296,22 @@ class Decode(DecodeMemory):
             operands.packed_k,
         )
         cta, _, _ = cute.arch.block_idx()
-        number = Int64 if self.is_long else Int32
-        find = locate_among_equals if self.cache.is_full else locate
         crew = CtaGroup(cta, 0, 1)
-        if cutlass.const_expr(self.cut_type is CtaGroups):
+        if self.cut_type is CtaGroups:
             index = width.quotient(cta)
             crew = CtaGroup(index, cta - index * width.value, width.value)
-        place = find(
-            self.cut_type, lengths, num_m_blocks, num_groups, num_crews, crew.number, number
-        )
-        return Walk(cut, lengths, num_m_blocks, num_groups, crew, place)
+        return Walk(cut, lengths, num_m_blocks, num_groups, crew, None)
+
+    def locate(self, walk: Walk, sizes: tuple) -> Place:
+        """Where the piece of this CTA's crew is."""
+        find = locate_among_equals if self.cache.is_full else locate
+        number, rows = Int64 if self.is_long else Int32, (walk.num_m_blocks, walk.num_groups)
+        return find(self.cut_type, walk.lengths, *rows, sizes[4], walk.crew.number, number)
 
     # ------------------------------------------------------------------------------ producer
 
     @cute.jit
-    def load(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
+    def load(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk, cursor):
         """Stream segments' K and V into shared memory, in the consumer's order."""
         stages, producer = self.config.kv_stages, pipeline.PipelineUserType.Producer
         k_state = pipeline.make_pipeline_state(producer, stages)
@@ -299,7 +321,6 @@ class Decode(DecodeMemory):
         blocks_k = self.blocks_of(operands.k, smem.k.loaded, operands.tables.page_table, policy)
         blocks_v = self.blocks_of(operands.v, smem.v.loaded, operands.tables.page_table, policy)
 
-        cursor = walk.first()
         while walk.is_valid(cursor):
             following = walk.next(cursor)
             keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
@@ -311,12 +332,11 @@ class Decode(DecodeMemory):
             cursor = following
 
     @cute.jit
-    def prefetch(self, operands: DecodeOperands, smem: DecodeBuffers, cut, sizes: tuple):
+    def prefetch(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
         """Prefetch the first blocks into L2 while the previous kernel ends.
         L2 is coherent, so blocks that the previous kernel still writes are safe. Lengths and page
         tables may be outdated; then wrong blocks are prefetched, but TMA stays inside the cache."""
         if operands.q.shape[0] <= EARLY_SEQUENCES:
-            walk = self.find_walk(operands, cut, sizes, is_early=True)
             cursor = walk.first()
             if walk.is_valid(cursor):
                 keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
@@ -340,13 +360,12 @@ class Decode(DecodeMemory):
     # ----------------------------------------------------------------------------- converter
 
     @cute.jit
-    def convert(self, _, smem: DecodeBuffers, walk: Walk):
+    def convert(self, smem: DecodeBuffers, walk: Walk, cursor):
         """Convert the blocks of every segment, in the consumer's order."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_converter
         converter = CacheConverter.of(smem.k, smem.v, warp, thread % WARP, self.converters)
         states = converter.states
-        cursor = walk.first()
         while walk.is_valid(cursor):
             following = walk.next(cursor)
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
@@ -373,16 +392,11 @@ class Decode(DecodeMemory):
             if thread == 0 and walk.cut.records_are_by_cta:
                 operands.workspace.clear_record(walk.crew.cta)
         cursor, q_stage = walk.first(), Int32(0)
-        self.fetch_q(operands.q, smem.q, walk, cursor, q_stage)
+        descales = self.fetch_q(operands, smem.q, walk, cursor, q_stage)
         while walk.is_valid(cursor):
             segment, following = walk.segment(cursor), walk.next(cursor)
             tile, length = segment.tile, cursor.length
             scale, scale_v = operands.softmax_scale, None
-            if cutlass.const_expr(self.cache.is_fp8):
-                # Loaded before the wait, used after it.
-                scale_k, scale_v, *scale_q = (
-                    one[tile.batch, tile.head] for one in operands.descales
-                )
             cute.arch.cp_async_wait_group(0)
             sQ = smem.q[None, None, q_stage]
             if cutlass.const_expr(self.cache.is_fp8):
@@ -390,13 +404,14 @@ class Decode(DecodeMemory):
                 rows = seqlen_q * self.qhead_per_kvhead - tile.m_block * ROWS
                 context = smem.largest, consumer_barrier(), thread
                 scale *= convert_rows(sQ, operands.q.element_type, rows, *context)
+                scale_k, scale_v, *scale_q = descales
                 for one in (scale_k, *scale_q):
                     scale *= one
             fence_smem_writes()
             if cutlass.const_expr(self.holds_q):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):
-                self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
+                descales = self.fetch_q(operands, smem.q, walk, following, 1 - q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
             coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
@@ -421,7 +436,7 @@ class Decode(DecodeMemory):
             else:
                 # A warp knows only that itself has read Q: wait for the others.
                 consumer_barrier().arrive_and_wait()
-                self.fetch_q(operands.q, smem.q, walk, following, q_stage)
+                descales = self.fetch_q(operands, smem.q, walk, following, q_stage)
             queries = walk.lengths.queries(length)
             rows = operands.o, operands.lse, sinks, queries
             self.store(operands.workspace, segment, attention, rows)
@@ -438,14 +453,27 @@ class Decode(DecodeMemory):
         return self.spec.mask.key_blocks(first, last - first + 1, TILE_N, sequence)
 
     @cute.jit
-    def fetch_q(self, mQ: cute.Tensor, sQ: cute.Tensor, walk: Walk, cursor, stage):
-        """Start to copy Q rows of the cursor's tile, if valid."""
+    def fetch_q(self, operands: DecodeOperands, sQ: cute.Tensor, walk: Walk, cursor, stage):
+        """Start to copy Q rows of the cursor's tile, if valid.
+        Return the descales of the tile."""
         thread, _, _ = cute.arch.thread_idx()
+        tile = walk.tile(cursor)
+        descales = self.descales(operands, tile)
         if walk.is_valid(cursor):
             ratio = self.qhead_per_kvhead
             queries = walk.lengths.queries(cursor.length)
-            fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), queries, ratio, thread)
+            fetch_rows(operands.q, sQ[None, None, stage], tile, queries, ratio, thread)
         cute.arch.cp_async_commit_group()
+        return descales
+
+    def descales(self, operands: DecodeOperands, tile: Tile) -> tuple:
+        """The descales of a tile, () without an FP8 cache.
+        If it is past the last tile they may be any.
+        The compiler must not move the loads past the wait for Q: they would come after it."""
+        if operands.descales is None:
+            return ()
+        batch = cutlass.min(tile.batch + 1, operands.q.shape[0]) - 1
+        return tuple(read_early(one, (batch, tile.head)) for one in operands.descales)
 
     # ------------------------------------------------------------------------------ epilogue
 

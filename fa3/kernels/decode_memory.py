@@ -133,6 +133,11 @@ class DecodeMemory(AttentionKernel):
         return self.box == 0
 
     @property
+    def prefetcher(self) -> int:
+        """The warp that prefetches; -1 for none."""
+        return -1 if self.gathers else WARPS + 1
+
+    @property
     def first_converter(self) -> int:
         """The first warp that converts blocks of an FP8 cache."""
         return 2 * WARPS if self.gathers else WARPS + 2

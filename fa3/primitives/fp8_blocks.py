@@ -115,7 +115,7 @@ class BlockConverter(BlockRewriter):
                     cute.autovec_copy(converted[None, i], target)
 
     def vector(self, buffer: cute.Tensor, stage, column: int, begin: int, share: int, i: int = 0):
-        """This lane's 16 bytes of a piece at `column` of a group of rows.
+        """This lane's 16 bytes of a piece of a group of rows.
         In 16 bits, vector `i` of its two. Addresses are computed here, not by the buffer's swizzle,
         so that only what depends on lane and stage is computed by the kernel."""
         tile_n, columns, _ = (cute.size(buffer, mode=[mode]) for mode in range(3))

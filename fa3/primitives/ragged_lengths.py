@@ -11,10 +11,11 @@ from cutlass import Int32
 from fa3.primitives.arithmetic import larger, smaller
 
 
-def read_early(tensor: cute.Tensor, coord) -> Int32:
-    """Read an integer that the previous kernel may still write; skips L1."""
+def read_early(tensor: cute.Tensor, coord):
+    """Read a number that the previous kernel may still write; skips L1.
+    The compiler does not move it past a wait, either."""
     address = tensor.iterator + cute.crd2idx(coord, tensor.layout)
-    return cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
+    return cute.arch.load(address, tensor.element_type, sem="relaxed", scope="gpu")
 
 
 @cute.jit

@@ -397,23 +397,71 @@ def locate(
             blocks += number(tiles_of(lengths, length, num_m_blocks, num_groups)) * tile_blocks
             if cutlass.const_expr(cut_type is CtaGroups):
                 fewest, most = cutlass.min(fewest, tile_blocks), cutlass.max(most, tile_blocks)
-        upto = blocks
-        for shift in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
-            upto = upto + below if lane >= 1 << shift else upto
+        upto = sum_up_to(blocks)
         if total < 0:
-            end = cute.arch.shuffle_sync(upto, WARP - 1)
-            if cutlass.const_expr(cut_type is CtaGroups):
-                fewest = cute.arch.warp_redux_sync(fewest, "min")
-                most = cute.arch.warp_redux_sync(most, "max")
-            total = pieces_of(cut_type, end, num_crews, fewest, most).total
+            total, end = total_of(cut_type, upto, fewest, most, num_crews)
         target = Chunks(total, num_crews, end).begin(crew) - batch_begin
-        before = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= target))
-        before = cutlass.min(before, WARP - 1)
-        batch_begin += cute.arch.shuffle_sync(upto - blocks, before)
+        before, blocks_before = range_of(target, blocks, upto)
+        batch_begin += blocks_before
         batch = cutlass.min(batch + before * share, lengths.num_sequences - 1)
         span = share
     return Place(Chunks(total, num_crews, end), batch, batch_begin)
+
+
+@cute.jit
+def locate_among_few(
+    cut_type: cutlass.Constexpr,
+    lengths: Any,
+    length: tuple,
+    num_m_blocks,
+    num_groups,
+    num_crews,
+    crew,
+    number: cutlass.Constexpr,
+) -> Place:
+    """`locate` among at most 32 sequences.
+    Each lane has the length of one. There is no loop. If lengths are read early, the compiler does
+    not see that all lanes leave a loop together. Then it issues TMA loads by more instructions."""
+    if cutlass.const_expr(number is Int64):
+        num_crews = PlainDivisor(num_crews.value)
+    tile_blocks = lengths.num_blocks(length)
+    is_one = cute.arch.lane_idx() < lengths.num_sequences
+    blocks = number(tiles_of(lengths, length, num_m_blocks, num_groups)) * tile_blocks
+    blocks = blocks if is_one else number(0)  # The other lanes have the last sequence's length.
+    upto = sum_up_to(blocks)
+    total, end = total_of(cut_type, upto, tile_blocks, tile_blocks, num_crews)
+    pieces = Chunks(total, num_crews, end)
+    before, batch_begin = range_of(pieces.begin(crew), blocks, upto)
+    return Place(pieces, cutlass.min(before, lengths.num_sequences - 1), batch_begin)
+
+
+@cute.jit
+def sum_up_to(blocks):
+    """The sum of the blocks of this lane and those before."""
+    lane = cute.arch.lane_idx()
+    for shift in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(blocks, 1 << shift, mask_and_clamp=0)
+        blocks = blocks + below if lane >= 1 << shift else blocks
+    return blocks
+
+
+@cute.jit
+def total_of(cut_type: cutlass.Constexpr, upto, fewest, most, num_crews) -> tuple:
+    """The blocks of all pieces, and of all sequences."""
+    end = cute.arch.shuffle_sync(upto, WARP - 1)
+    if cutlass.const_expr(cut_type is CtaGroups):
+        fewest = cute.arch.warp_redux_sync(fewest, "min")
+        most = cute.arch.warp_redux_sync(most, "max")
+    return pieces_of(cut_type, end, num_crews, fewest, most).total, end
+
+
+@cute.jit
+def range_of(target, blocks, upto) -> tuple:
+    """The lane whose range has the block at `target`.
+    Also returns the blocks before that range."""
+    before = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= target))
+    before = cutlass.min(before, WARP - 1)
+    return before, cute.arch.shuffle_sync(upto - blocks, before)
 
 
 def locate_among_equals(
