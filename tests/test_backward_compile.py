@@ -30,7 +30,7 @@ from fa3.planning.backward import (
 )
 from fa3.primitives.dq_accumulator import DqPieces
 from fa3.primitives.gradient_mmas import GradientMmas
-from fa3.primitives.query_tiles import first_packed_tile, number_of_packed_tiles
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
@@ -262,7 +262,7 @@ def test_memory_of_a_plan():
 def test_tiles_of_packed_sequences_are_apart(lengths, spare):
     owned = [*lengths[:-1], lengths[-1] + spare]
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
-    firsts = [first_packed_tile(64, begin, batch) for batch, begin in enumerate(begins)]
+    firsts = [number_of_packed_tiles(begin, batch, 64) for batch, begin in enumerate(begins)]
     ends = [*firsts[1:], number_of_packed_tiles(sum(owned), len(lengths), 64)]
     for first, end, rows in zip(firsts, ends, owned, strict=True):
         # A sequence without rows has a tile too: keys without queries walk one block.

@@ -41,13 +41,13 @@ from fa3.kernels.tile_table import (
     MORE_BESIDE_SEGMENTS,
     SLOWER_BESIDE,
     TileTable,
-    capacity_of_table,
     words_of_table,
 )
 from fa3.planning.costs import H200
 from fa3.planning.routes import CACHE, PackedSizes, splits_on_gpu
 from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.problem import AttentionSpec, Window
 from fa3.running.compiler import load_kernel
@@ -266,7 +266,7 @@ class Step(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        return capacity_of_table(self.totals[0], len(self.ends[0]) - 1, TILE_M)
+        return number_of_packed_tiles(self.totals[0], len(self.ends[0]) - 1, TILE_M)
 
     def order(self, table) -> RaggedOrder:
         heads, heads_kv = self.heads

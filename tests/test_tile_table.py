@@ -17,11 +17,11 @@ from fa3.kernels.tile_table import (
     AMOUNTS,
     SORTERS,
     TileTable,
-    capacity_of_table,
     shift_of_work,
     words_of_table,
 )
 from fa3.planning.key_split import KeyShares
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
@@ -75,10 +75,10 @@ def test_machine_code_where_sequences_share_tiles():
     assert report.count("STG.E.128") == 2 * RECORD // 4 + 1
 
 
-@pytest.mark.parametrize("lengths", [(), (0,), (1,), (128,), (129, 0, 127), (1,) * 1000, (4096, 5)])
+@pytest.mark.parametrize("lengths", [(0,), (1,), (128,), (129, 0, 127), (1,) * 1000, (4096, 5)])
 def test_the_table_has_room_for_every_tile(lengths):
     tiles = sum(-(-length // 128) for length in lengths)
-    capacity = capacity_of_table(sum(lengths), len(lengths), 128)
+    capacity = number_of_packed_tiles(sum(lengths), len(lengths), 128)
     assert tiles <= capacity
     assert words_of_table(capacity) == TABLE_HEADER + RECORD * capacity >= TABLE_HEADER + RECORD
 
@@ -124,7 +124,9 @@ def table_of(
         lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; None for what there is not.
         of_keys: the arguments of `OF_KEYS`.
     """
-    capacity = capacity_of_table(totals[0], len(lengths[0]) - 1, kernel.tile_m) * (of_keys[1] or 1)
+    capacity = number_of_packed_tiles(totals[0], len(lengths[0]) - 1, kernel.tile_m) * (
+        of_keys[1] or 1
+    )
     table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
     on_gpu = (None if one is None else one.int().to(device) for one in lengths)
     others = capacity, shift, *window, short, 4, NUM_CTAS, *of_keys, None, None

@@ -28,11 +28,11 @@ from fa3.calls.operands import (
 )
 from fa3.calls.options import CACHED, DENSE, ON_CACHE, PACKED, PAGED, PREPARED_BY, Options
 from fa3.kernels.forward_launch import FEWEST_ROWS
-from fa3.kernels.tile_table import capacity_of_table
 from fa3.planning.decode import Sizes
 from fa3.planning.routes import MOST_OF_DECODE
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.problem import (
     FP8,
     FP8_HEAD_DIM_UNIT,
@@ -215,7 +215,7 @@ class AttentionCall(
             x is None or batch == 1 or x.stride[0] == x.shape[1] * x.stride[1]
             for x in (self.q, self.out)
         )
-        tiles = self.heads_q * capacity_of_table(rows, batch, FEWEST_ROWS)
+        tiles = self.heads_q * number_of_packed_tiles(rows, batch, FEWEST_ROWS)
         are_counted = rows <= MOST_RAGGED_ROWS and tiles <= MOST_FORWARD_TILES
         has_many = self.seqlen_q > MOST_OF_DECODE
         return not self.is_packed and lie_packed and has_many and are_counted
@@ -504,7 +504,7 @@ def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -
         raise ValueError(
             f"k must have at most {most_keys} keys with {seqlen_q} queries, got {seqlen_k}"
         )
-    if batch * heads * capacity_of_table(seqlen_q, 1, FEWEST_ROWS) > MOST_FORWARD_TILES:
+    if batch * heads * number_of_packed_tiles(seqlen_q, 1, FEWEST_ROWS) > MOST_FORWARD_TILES:
         raise ValueError(
             f"q must have at most {MOST_FORWARD_TILES} tiles of {FEWEST_ROWS} rows, got batch "
             f"{batch}, {seqlen_q} queries and {heads} heads"
@@ -519,7 +519,7 @@ def check_totals(
 ) -> None:
     """Raise unless packed tensors have equal totals that 32 bits can count."""
     (total_q, heads, _), out = tensors["q"].shape, tensors.get("out")
-    if heads * capacity_of_table(total_q, batch, FEWEST_ROWS) > MOST_FORWARD_TILES:
+    if heads * number_of_packed_tiles(total_q, batch, FEWEST_ROWS) > MOST_FORWARD_TILES:
         tiles = MOST_FORWARD_TILES // heads - batch
         most_queries = min(most_queries, (tiles + 1) * FEWEST_ROWS - 1)
     if total_q > most_queries:

@@ -29,13 +29,14 @@ from fa3.calls.devices import gpu_for_call
 from fa3.calls.operands import FP8_DTYPE, hide_all_keys
 from fa3.calls.options import Options
 from fa3.kernels.segment_table import segment_rows
-from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
+from fa3.kernels.tile_table import shift_of_work, words_of_table
 from fa3.planning import routes
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace
 from fa3.planning.launch import NO_MEMORY, FromCall, Launch, Memory
 from fa3.planning.planner import Plan
 from fa3.planning.routes import PackedSizes, Route, Signature
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.problem import REMEMBERED
 from fa3.reference.walker import execute, execute_decode, execute_packed
 from fa3.running.compiler import load_kernel
@@ -238,7 +239,7 @@ class PackedCall:
         signature = self.signature
         batch, heads, total_q, total_k, _, most_keys = sizes
         tile_m, tile_n = signature.config.tile_m, signature.config.tile_n
-        capacity = capacity_of_table(total_q, batch, tile_m)
+        capacity = number_of_packed_tiles(total_q, batch, tile_m)
         num_tiles, num_sms = capacity * heads, signature.gpu.num_sms
         num_ctas = min(num_sms, num_tiles)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.

@@ -555,12 +555,6 @@ def add_to(word: cute.Pointer, number: Int32) -> Int32:
     return cute.arch.atomic_add(word, number, sem="relaxed", scope="cta")
 
 
-def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
-    """The most records that the table of a call can need.
-    A tile may be partly full only where a sequence ends."""
-    return max(1, total_q // tile_m + batch)
-
-
 def words_of_table(capacity: int) -> int:
     """int32 words of a table."""
     return TABLE_HEADER + RECORD * capacity

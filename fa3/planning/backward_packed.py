@@ -7,7 +7,7 @@ import functools
 from typing import NamedTuple
 
 from fa3.kernels.backward import Backward, BackwardPass
-from fa3.kernels.tile_table import capacity_of_table, shift_of_work, words_of_table
+from fa3.kernels.tile_table import shift_of_work, words_of_table
 from fa3.planning.backward import (
     BufferLayout,
     backward_pass,
@@ -90,12 +90,10 @@ def launch_of_packed(
         fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2_SINGLE)
         groups = max(groups, next(fits, heads))
     is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
-    capacity = capacity_of_table(total_k, num_sequences, config.tile_n) * shares.block_parts
+    tiles_of_keys = number_of_packed_tiles(total_k, num_sequences, config.tile_n)
+    capacity = tiles_of_keys * shares.block_parts
     most_ctas = max(capacity * heads, convert_ctas(tiles))
-    num_parts = rows.heads_kv * shares.parts
-    num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
-    if shares.parts == 1:
-        num_parts = 0
+    num_parts = rows.heads_kv * shares.parts * tiles_of_keys if shares.parts > 1 else 0
     layout = BufferLayout.of(main, tiles, num_parts, groups, words_of_table(capacity))
     launch = launch_of_pass(
         kernels,

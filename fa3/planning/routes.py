@@ -28,7 +28,7 @@ from fa3.kernels.segment_table import (
     SegmentTable,
 )
 from fa3.kernels.shared_tile_table import MultiSequenceTable
-from fa3.kernels.tile_table import TileTable, capacity_of_table
+from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import Gpu, has_mask
 from fa3.planning.decode import DecodePlan
 from fa3.planning.launch import FromCall, Launch
@@ -40,6 +40,7 @@ from fa3.planning.tilings import (
 )
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.ragged import RaggedTiles
@@ -320,7 +321,7 @@ class PackedSizes(NamedTuple):
 
     def tiles(self, tile_m: int) -> int:
         """The most tiles with so many rows of one sequence."""
-        return capacity_of_table(self.total_q, self.batch, tile_m) * self.heads
+        return number_of_packed_tiles(self.total_q, self.batch, tile_m) * self.heads
 
 
 class Route(NamedTuple):

@@ -75,17 +75,14 @@ class PackedQueryTiles(NamedTuple):
 
     def of_sequence(self, tile_m: int, begin_q, batch) -> "PackedQueryTiles":
         """The numbers for a sequence."""
-        return self._replace(first=first_packed_tile(tile_m, begin_q, batch))
+        return self._replace(first=number_of_packed_tiles(begin_q, batch, tile_m))
 
 
-def first_packed_tile(tile_m: int, begin_q, batch):
-    """The number of a packed sequence's first tile in head 0."""
-    return begin_q // tile_m + batch
-
-
-def number_of_packed_tiles(total_q, num_sequences, tile_m: int):
-    """Numbers of a head for all sequences, on host or in kernel."""
-    return first_packed_tile(tile_m, total_q, num_sequences)
+def number_of_packed_tiles(rows, num_sequences, tile_m: int):
+    """Numbers of a head's tiles for rows of packed sequences.
+    A tile may be partly full only where a sequence ends. A sequence's first tile has the number
+    that the rows and the sequences before it give."""
+    return rows // tile_m + num_sequences
 
 
 def statistics_of_tile(buffer: cute.Tensor, tile_m: int, number: Int64) -> cute.Tensor:

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import Divisor, PlainDivisor, smaller
-from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, first_packed_tile
+from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, number_of_packed_tiles
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import KernelOrder, Tile
@@ -121,7 +121,7 @@ def find_sequence(lengths: RaggedLengths, number: Int32, tile_m: cutlass.Constex
     while end - first > 1:
         step = (end - first + WARP - 1) // WARP
         looked_at = cutlass.min(first + lane * step, end - 1)
-        begins = first_packed_tile(tile_m, lengths.begin(looked_at), looked_at)
+        begins = number_of_packed_tiles(lengths.begin(looked_at), looked_at, tile_m)
         is_before = first + lane * step < end and begins <= number
         count = cute.arch.popc(cute.arch.vote_ballot_sync(is_before))
         first += (cutlass.max(count, 1) - 1) * step
