@@ -391,11 +391,12 @@ def test_what_does_not_compile_is_named():
         (Square, {}, TypeError, "function must be a fa3.Score or a fa3.Mask, got the class Square"),
         (fa3.Mask(), {}, TypeError, "Mask must be a frozen dataclass"),
         (Square(), {"head_dim": 65}, ValueError, "q has head_dim 65, .* multiples of 8 up to 256"),
+        (Square(), {"head_dim": None}, TypeError, "head_dim must be an integer, got None"),
         (Square(), {"seqlen_k": 0}, ValueError, "seqlen_k must be 1 or more, got 0"),
         (Square(), {"seqlen_q": 4096}, ValueError, ".* product of at most 4194304, got .*4096"),
         (PrefixLM(LENGTHS), {"batch": 3}, ValueError, "mask does not work: .* IndexError: index 2"),
     ],
-    ids=["class", "base", "head_dim", "seqlen_k", "seqlen_q", "batch"],
+    ids=["class", "base", "head_dim", "no head_dim", "seqlen_k", "seqlen_q", "batch"],
 )
 def test_bad_arguments(function, options, error, complaint, on_the_host_alone):
     with pytest.raises(error, match=f"^{complaint}"):

@@ -115,6 +115,7 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
         (ValueError, {"heads": (2,)}, "heads must be two integers .* got .2,."),
         (ValueError, {"head_dim": 100}, "head_dim 100, .* multiples of 8 up to 256"),
         (ValueError, {"head_dim_v": 512}, "v has head_dim 512"),
+        (ValueError, {"head_dim": -1}, "head_dim must be 1 or more, got -1"),
         (ValueError, {"dtype": "fp8"}, "dtype must be one of .* 'fp8'"),
         (ValueError, {"window_size": (-2, 0)}, "window_size must be two"),
         (ValueError, {"window_size": ()}, "window_size must be two"),

@@ -116,7 +116,7 @@ def check(
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     named = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    sizes = tuple(integer(name, size, 1) for name, size in named.items())
+    *sizes, head_dim = (integer(*one, 1) for one in (*named.items(), ("head_dim", head_dim)))
     if math.prod(sizes) > MOST_POSITIONS:
         raise ValueError(
             f"{', '.join(named)} must have a product of at most {MOST_POSITIONS}, got {sizes}"

@@ -119,7 +119,7 @@ def warmup(
     begin = time.perf_counter()
     model = preset_of(preset) if preset is not None else None
     causal, window = flag("causal", causal), None
-    head_dim = None if head_dim is None else integer("head_dim", head_dim)
+    head_dim = None if head_dim is None else integer("head_dim", head_dim, 1)
     if window_size is not None or not causal:
         bounds = (NO_BOUND, NO_BOUND) if window_size is None else window_size
         window = check_window(as_pair(bounds), causal)
@@ -131,7 +131,7 @@ def warmup(
         heads_q=counts[0],
         heads_kv=counts[1],
         head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else integer("head_dim_v", head_dim_v),
+        head_dim_v=head_dim if head_dim_v is None else integer("head_dim_v", head_dim_v, 1),
         dtype=None if dtype is None else name_of_dtype(dtype),
         windows=window and (window,),
         softcap=real("softcap", softcap) or None,
