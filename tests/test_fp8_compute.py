@@ -161,7 +161,7 @@ def test_sums_of_many_blocks(levels, head_dim, head_dim_v, window):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_means_of_many_equal_values(head_dim):
-    """Sums in two levels lose little of equal terms, however many there are."""
+    """Every sum of some keys is added to O, and once."""
     q, k = (torch.zeros(1, n, 1, head_dim, device="cuda").to(E4M3) for n in (64, 1 << 16))
     v = torch.ones_like(k, dtype=torch.float32).to(E4M3)
     for values in (v, transposed(v)):
