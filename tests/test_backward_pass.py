@@ -191,21 +191,32 @@ def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
 
 
 def test_fewer_heads_of_packed_sequences_are_together_in_order():
-    rows, cases = PackedRows(8192, 8192, 4, 2048, 32, 8), ((128, 1, 24, 8), (128, 2, 24, 3))
-    for head_dim, query_heads, *fitting in (*cases, (64, 1, 48, 48), (256, 2, 12, 1)):
+    rows, cases = PackedRows(8192, 8192, 4, 2048, 32, 8), ((128, 1, 24, 8), (128, 2, 24, 1))
+    for head_dim, query_heads, *fitting in (*cases, (64, 1, 48, 48), (256, 2, 12, 0)):
         spec = make_problem(head_dim=head_dim, window=CAUSAL).spec
         kernels = (backward_pass(spec, one, is_packed=True) for one in (False, True))
         assert [heads_in_l2(one.main, rows, query_heads) for one in kernels] == fitting
 
 
-@pytest.mark.parametrize(("num_sequences", "per_group"), [(3, 2), (1, 8)])
-def test_tiles_that_come_by_their_work_share_l2(num_sequences, per_group):
+@pytest.mark.parametrize(
+    ("lengths", "heads_kv", "window", "per_group"),
+    [
+        pytest.param((3, 6000), 16, CAUSAL, 2, id="one query head"),
+        pytest.param((1, 6000), 16, CAUSAL, 8, id="one sequence"),
+        pytest.param((4, 2048), 4, CAUSAL, 2, id="several query heads"),
+        pytest.param((4, 2048), 4, FULL, None, id="without a mask"),
+        pytest.param((8, 1024), 4, CAUSAL, None, id="short ones"),
+    ],
+)
+def test_tiles_that_come_by_their_work_share_l2(lengths, heads_kv, window, per_group):
     """By those of several sequences; one alone has the same order anyway."""
-    kernels = backward_pass(make_problem(head_dim=128, window=CAUSAL).spec, is_packed=True)
-    total = 6000 * num_sequences
-    rows = PackedRows(total, total, num_sequences, 6000, 16, 16)
-    arguments = launch_of_packed(kernels, CAUSAL, rows, KeyShares(), 132)[0].arguments
-    assert arguments["heads_per_group"] == per_group and arguments["is_by_work"]
+    num_sequences, longest = lengths
+    total = num_sequences * longest
+    kernels = backward_pass(make_problem(head_dim=128, window=window).spec, is_packed=True)
+    rows = PackedRows(total, total, num_sequences, longest, 16, heads_kv)
+    arguments = launch_of_packed(kernels, window, rows, KeyShares(), 132)[0].arguments
+    assert arguments["is_by_work"] == (per_group is not None)
+    assert arguments["heads_per_group"] == (per_group or heads_kv)
 
 
 FIND_PART, PARTS_OF_LAST = (

@@ -47,12 +47,17 @@ PACKED_L2_SINGLE = 0.75
 """The same where CTAs have one query head each: so many head groups there are then. With 0.67 or
 less instead of 1.33 times L2 six cells gained 1 to 24% (docs/experiments.md)."""
 
-ORDERED_L2, ORDERED_L2_DRIFTING = 3, 4
+QUERIES_BY_WORK = 2048
+"""Where CTAs have several query heads: queries of sequences of equal lengths from which on there
+are up to `HEAD_GROUPS` head groups, so that key tiles come by their work. With a bound to the right
+ten shapes gained 0 to 18%. With 1024 queries four lost 0 to 16%, and one gained 3%."""
+
+ORDERED_L2, ORDERED_L2_DRIFTING = 3, 8
 """In a fixed order with a bound to the right, a head group has one part of so many of L2 for Q, dO
 and dQ of the longest sequence. The latter with several query heads of a CTA: CTAs drift apart, so
-that all of them count. That kept 0.90 instead of 0.54 of the plain speed with 64/8 heads, and 0.93
-instead of 0.79 with 28/4 heads. Not for one query head where key tiles are a block apart: they
-would wait for one another, which cost up to 15% (docs/experiments.md)."""
+that all of them count. 4 kept 0.90 instead of 0.54 of the plain speed with 64/8 heads, and 8 was 1
+to 7% faster in 14 shapes. Not for one query head where key tiles are a block apart: they would wait
+for one another, which cost up to 15% (docs/experiments.md)."""
 
 DIGITS = 3  # binary digits of what is rounded of packed sequences
 
@@ -85,6 +90,10 @@ def launch_of_packed(
     fitting = heads_in_l2(main, rows, rows.heads_q // heads)
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
     times_l2 = rows.total_q * rows.heads_q / rows_in_l2(main.spec)
+    has_several = main.spec.mask.right and heads < rows.heads_q and not main.is_ordered
+    if has_several and 1 < num_sequences == rows.total_q / max(QUERIES_BY_WORK, rows.longest_q):
+        fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2)
+        groups = max(groups, next((n for n in fits if n <= HEAD_GROUPS), 1))
     is_by_work = not main.is_ordered and times_l2 <= groups * PACKED_L2
     if is_by_work and num_sequences > 1 and heads == rows.heads_q:
         fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2_SINGLE)
