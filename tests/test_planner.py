@@ -174,6 +174,13 @@ def test_parts_are_taken_where_whole_tiles_leave_sms_idle():
     assert plan.predict().mean_us < 0.95 * whole.predict().mean_us
 
 
+def test_a_list_is_laid_out_before_its_tiles_are_split():
+    plan = plan_forward(make_problem(1, 3000, 3000, 24, 1, 128, CAUSAL), "H100")
+    parts = [one for one in plan.considered if one.schedule == "split"]
+    assert plan.schedule.name == "list"
+    assert plan.predict().mean_us < 0.99 * min(one.prediction.mean_us for one in parts)
+
+
 def test_a_callers_order_is_called_so():
     plan = plan_forward(FEW, schedule=lambda tiles: tiles[::-1])
     assert "in the caller's order" in str(plan.explain())

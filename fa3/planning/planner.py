@@ -327,6 +327,9 @@ IDLE = 0.02
 MARGIN_OF_PARTS = 0.008
 """Share by which parts of tiles must be predicted faster than whole tiles to be taken."""
 
+MARGIN_OF_LIST = 0.01
+"""Share by which a list, laid out, must be predicted faster than parts to be taken after all."""
+
 
 def plan_forward(
     problem: Problem,
@@ -370,7 +373,12 @@ def plan_forward(
     if may_split and best.prediction.busy < 1 - IDLE:
         # Parts of tiles could fill the time in which SMs are idle.
         parts = candidates(problem, gpu, for_parts, (SplitTiles.name,))
-        best = choose_candidate([best, *parts], MARGIN_OF_PARTS)
+        whole, best = best, choose_candidate([best, *parts], MARGIN_OF_PARTS)
+        if best in parts and whole.schedule == TileList.name:
+            # What was estimated of the list can be 7% too long.
+            laid_out = TiledProblem(problem, gpu, whole.config)
+            whole = scheduled_candidate(laid_out, TileList.make(laid_out))
+            best = choose_candidate([best, whole], MARGIN_OF_LIST)
         compared += parts
     tiled, compared_with = TiledProblem(problem, gpu, best.config), tuple(compared)
     if callable(schedule) and not isinstance(schedule, type):
