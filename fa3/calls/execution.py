@@ -17,8 +17,7 @@ threads, on several streams and in captured graphs share nothing that is written
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from sys import intern
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,9 +56,7 @@ from fa3.scores.masks import ROW_RECORD
 class Prepared(NamedTuple):
     """The launches of a plan with their kernels loaded."""
 
-    fixed: dict[str, Any]  # arguments that are the same in all calls
-    # Of each launch the kernel's entry, and what picks its arguments.
-    kernels: tuple[tuple[Callable, Callable], ...]
+    launchers: tuple[Callable[[dict[str, Any]], object], ...]  # take a call's values
     names: frozenset[str]  # of the values that kernels take
     memory: Memory = NO_MEMORY
     table: Table | None = None  # the schedule's table; it becomes the value `schedule_state`
@@ -69,19 +66,10 @@ class Prepared(NamedTuple):
         cls, launches: Iterable[Launch], memory: Memory = NO_MEMORY, table: Table | None = None
     ) -> "Prepared":
         """Load the kernels of launches."""
-        fixed: dict[str, Any] = {}
-        kernels, names = [], set()
-        for number, launch in enumerate(launches):
-            keys = []
-            for name, argument in launch.arguments.items():
-                if isinstance(argument, FromCall):
-                    keys.append(intern(str(argument)))
-                    names.add(keys[-1])
-                else:
-                    keys.append(intern(f"{name} of launch {number}"))
-                    fixed[keys[-1]] = argument
-            kernels.append((load_kernel(launch.kernel), itemgetter(*keys)))
-        return cls(fixed, tuple(kernels), frozenset(names), memory, table)
+        launches = tuple(launches)
+        launchers = tuple([launcher(load_kernel(one.kernel), one.arguments) for one in launches])
+        names = {x for one in launches for x in one.arguments.values() if isinstance(x, FromCall)}
+        return cls(launchers, frozenset(names), memory, table)
 
     def run(self, values: dict[str, Any], memory: Memory | None = None) -> None:
         """Launch the kernels.
@@ -92,9 +80,8 @@ class Prepared(NamedTuple):
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.run(values, memory)
-        fixed, kernels, _, always, table = self
+        launchers, _, always, table = self
         counters, parts, workspace, cleared = always if memory is None else memory
-        values |= fixed
         taken: list[torch.Tensor] = []
         stream_memory: Any = None
         if counters or table is not None:
@@ -116,8 +103,8 @@ class Prepared(NamedTuple):
             values[name] = q.new_empty(count, dtype=torch.float32)
         if cleared:
             values["workspace"][:cleared].zero_()
-        for kernel, arguments_of in kernels:
-            kernel(*arguments_of(values))
+        for launch in launchers:
+            launch(values)
         # Counters do not go back if anything was raised: then they need not be zero. The last one
         # comes first, so that the next call takes each for the same purpose.
         while taken:
@@ -125,6 +112,20 @@ class Prepared(NamedTuple):
         if workspace:
             stream_memory.give_back_parts(kept)
         return None
+
+
+def launcher(kernel: Callable, arguments: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
+    """Return a function that calls a kernel with a launch's arguments.
+    It is compiled: to add what is the same in all calls to the values, and to pick all arguments by
+    name, took the host 0.6 us more."""
+    sources = [f"values[{x!r}]" if isinstance(x, FromCall) else n for n, x in arguments.items()]
+    return eval(code_of_call(", ".join(sources)), {"kernel": kernel} | arguments)
+
+
+@functools.cache
+def code_of_call(arguments: str) -> CodeType:
+    """Compile a call of a kernel with arguments of `values`, and of others by name."""
+    return compile(f"lambda values: kernel({arguments})", __name__, "eval")
 
 
 class PreparedPlan(NamedTuple):
