@@ -92,6 +92,7 @@ def no_latest_calls():
     from fa3.calls import options
 
     options.remembered_options.cache_clear()
+    options.LATEST.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa3.calls.options import LATEST
 from fa3.running import compiler, memory
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -222,6 +223,7 @@ def forget_calls() -> None:
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
+    LATEST.clear()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from fa3.calls.backward import preparation_of
 from fa3.calls.execution import decode_alone, packed_call
-from fa3.calls.options import remembered_options
+from fa3.calls.options import LATEST, remembered_options
 from fa3.calls.prepare import prepare_call
 from fa3.running import memory
 
@@ -35,6 +35,7 @@ def forget_prepared_calls() -> None:
     kernels = packed_call, decode_alone, preparation_of
     for remembered in (remembered_options, prepare_call, *kernels):
         remembered.cache_clear()
+    LATEST.clear()
 
 
 def used_counters() -> list[str]:

@@ -16,7 +16,7 @@ from fa3.calls import attention, combine
 from fa3.calls.call import AttentionCall
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
-from fa3.calls.options import PACKED, remembered_options
+from fa3.calls.options import LATEST, PACKED, remembered_options
 from fa3.calls.prepare import prepare_call
 from fa3.problem import REMEMBERED
 
@@ -170,6 +170,7 @@ def test_the_same_tensor_twice_is_no_other_call():
     call = cache_call(k_cache=k)
     found = fa3.flash_attn_with_kvcache(**call)
     remembered_options.cache_clear()
+    LATEST.clear()
     assert torch.equal(found, fa3.flash_attn_with_kvcache(**call))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     for _ in range(3):

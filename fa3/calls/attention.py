@@ -35,6 +35,7 @@ from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     CACHED,
     DENSE,
+    NO_FUNCTIONS,
     NOTE_ON_ORDER,
     PACKED,
     PAGED,
@@ -166,14 +167,12 @@ def flash_attn_func(
     values["q"], values["k"], values["v"], values["out"] = q, k, v, out
     values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
     values["alibi_slopes"], values["sinks"], values["rng_state"] = alibi_slopes, sinks, rng_state
-    values["softmax_scale"], values["window_size"] = softmax_scale, window_size
-    values["score"], values["mask"] = score, mask
-    values["schedule"], values["plan"] = schedule, plan
+    values["softmax_scale"], values["score"], values["mask"] = softmax_scale, score, mask
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
-        return_attn_probs, deterministic, dropout_p,
+        return_attn_probs, deterministic, dropout_p, schedule, plan,
     )  # fmt: skip
-    return run_call(DENSE, values, options)
+    return run_call(DENSE, values, window_size, options)
 
 
 @operators.registers
@@ -296,15 +295,14 @@ def flash_attn_varlen_func(
     values["seqused_q"], values["seqused_k"] = seqused_q, seqused_k
     values["page_table"], values["alibi_slopes"], values["sinks"] = page_table, alibi_slopes, sinks
     values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
-    values["softmax_scale"], values["window_size"] = softmax_scale, window_size
-    values["score"], values["mask"], values["rng_state"] = score, mask, rng_state
+    values["softmax_scale"], values["rng_state"] = softmax_scale, rng_state
+    values["score"], values["mask"] = score, mask
     values["max_seqlen_q"], values["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
-    values["scheduler_metadata"] = scheduler_metadata
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_attn_probs, deterministic, dropout_p, return_softmax_lse,
     )  # fmt: skip
-    return run_call(kind, values, options)
+    return run_call(kind, values, window_size, options, scheduler_metadata)
 
 
 def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state) -> None:
@@ -469,13 +467,12 @@ def flash_attn_with_kvcache(
     values["cu_seqlens_q"], values["rotary_seqlens"] = cu_seqlens_q, rotary_seqlens
     values["q_descale"], values["k_descale"], values["v_descale"] = q_descale, k_descale, v_descale
     values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
-    values["softmax_scale"], values["window_size"] = softmax_scale, window_size
-    values["max_seqlen_q"], values["scheduler_metadata"] = max_seqlen_q, scheduler_metadata
+    values["softmax_scale"], values["max_seqlen_q"] = softmax_scale, max_seqlen_q
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_softmax_lse, rotary_interleaved, batch_invariant,
     )  # fmt: skip
-    return run_call(CACHED, values, options)
+    return run_call(CACHED, values, window_size, options, scheduler_metadata)
 
 
 # ------------------------------------------------------------------------- what they share
@@ -503,41 +500,45 @@ def describe_call(
 
 
 def run_call(
-    kind: str, values: dict[str, Any], passed: tuple
+    kind: str,
+    values: dict[str, Any],  # by name, all `NO_VALUES`; more are added
+    window_size: Sequence[int],
+    passed: tuple,  # what `OPTIONS_OF` names
+    metadata: SchedulerMetadata | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What a public function returns.
-    `values` are all `NO_VALUES`; more are added. `passed` are the options for `options_of`."""
-    q, k, v, ends_q = values["q"], values["k"], values["v"], values["cu_seqlens_q"]
-    slopes, sinks, out = values["alibi_slopes"], values["sinks"], values["out"]
-    metadata = values["scheduler_metadata"]
+    """What a public function returns."""
+    q, k, v = values["q"], values["k"], values["v"]
+    slopes, sinks, ends_q = values["alibi_slopes"], values["sinks"], values["cu_seqlens_q"]
     if not (metadata is None or isinstance(metadata, SchedulerMetadata)):
         # Before options are looked up: a tuple may equal metadata, a list has no hash.
         came = kind_of(metadata)
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
     if is_traced(q):
+        values |= {"window_size": window_size, "scheduler_metadata": metadata}
         return trace_attention(kind, passed, values)
     score, mask = values["score"], values["mask"]
-    has_gradient, read, longest = False, (), None
+    has_gradient, functions, read, longest = False, NO_FUNCTIONS, (), None
     if WITH_GRADIENT[kind]:
         try:
-            values["has_gradient"] = has_gradient = wants_gradient(q, k, v, sinks)
+            has_gradient = wants_gradient(q, k, v, sinks)
         except AttributeError:
             describe_tensors(values, Options(kind=kind))  # says what is no tensor
             raise
     if not (score is mask is None):
         describe("q", q, ALIGNMENT, bool(WITH_GRADIENT[kind]))
-        values["functions"], read = functions, read = functions_of(q, score, mask)
+        functions, read = functions_of(q, score, mask)
         values |= zip(functions.names, read, strict=True)
+    longest_q = values["max_seqlen_q"]
     if kind in MUST_SAY_LONGEST:
-        values["max_seqlen_q"] = longest_q = integer("max_seqlen_q", values["max_seqlen_q"], 0)
+        values["max_seqlen_q"] = longest_q = integer("max_seqlen_q", longest_q, 0)
         longest_k = integer("max_seqlen_k", values["max_seqlen_k"], 0)
         if kind == PACKED:
             # Nothing that is prepared depends on them.
-            longest, values["max_seqlen_q"] = (longest_q, longest_k), None
-    options, returns_lse, deterministic, dropout_p, latest = options_of(kind, values, passed)
-    call, begins = latest.find(values)
+            longest, longest_q = (longest_q, longest_k), None
+    asked = options_of(kind, window_size, (has_gradient, functions, longest_q, metadata), passed)
+    call, begins = asked.latest.find(values)
     if call is None or (kind == PACKED and not have_one_batch(values)):
-        call, begins = describe_call(values, options, latest)
+        call, begins = describe_call(values, asked.options, asked.latest)
     batch = 0
     if ends_q is not None:
         batch = ends_q.shape[0] - 1
@@ -548,22 +549,24 @@ def run_call(
         call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
     scale, dropout, length = values["softmax_scale"], None, values["cache_length"]
     scale = call.scale if scale is None else check_scale(scale, q.shape[-1])
-    if dropout_p or values["rng_state"] is not None:
-        dropout = dropout_of(dropout_p, values["rng_state"], q)
+    if asked.dropout_p or values["rng_state"] is not None:
+        dropout = dropout_of(asked.dropout_p, values["rng_state"], q)
     if length is None:
         length = call.capacity
     if length is not None or call.has_host_integers or host_values.ASSERTIONS:
-        check_numbers(call.description, values, length, longest, query_step(options))
+        check_numbers(call.description, values, length, longest, query_step(asked.options))
         if host_values.ASSERTIONS and not (
-            call.description.has_cache or options.softcap or call.scales
+            call.description.has_cache or asked.options.softcap or call.scales
         ):
             check_scores(values, scale)
     if not (slopes is sinks is None):
         read = modifier_tensors(slopes, read, sinks)
     values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read
     if not has_gradient:
-        out, lse = call.attend(values, longest, returns_lse)
-        return (out, lse) if returns_lse else out
-    check_differentiable(values, options.pack_gqa)
-    backward = BackwardCall(call.problem, longest, scale, deterministic, call.prepare_backward)
-    return attend_differentiably((call, values, backward, returns_lse), q, k, v, *read)
+        out, lse = call.attend(values, longest, asked.returns_lse)
+        return (out, lse) if asked.returns_lse else out
+    check_differentiable(values, asked.options.pack_gqa)
+    backward = BackwardCall(
+        call.problem, longest, scale, asked.deterministic, call.prepare_backward
+    )
+    return attend_differentiably((call, values, backward, asked.returns_lse), q, k, v, *read)

@@ -26,7 +26,7 @@ from fa3.calls.operands import (
     describe,
     dtype_of_output,
 )
-from fa3.calls.options import CACHED, DENSE, ON_CACHE, PACKED, PAGED, PREPARED_BY, Options
+from fa3.calls.options import CACHED, DENSE, ON_CACHE, PACKED, PAGED, Options
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.planning.routes import MOST_OF_DECODE
@@ -100,11 +100,11 @@ DESCALES = {"q_descale": "q", "k_descale": "k", "v_descale": "v"}
 """What elements of FP8 tensors are multiplied by."""
 
 OTHER_ARGUMENTS = (
-    "softmax_scale", "window_size", "score", "mask", "rng_state", "max_seqlen_k", "cache_length",
+    "softmax_scale", "score", "mask", "rng_state", "max_seqlen_q", "max_seqlen_k", "cache_length",
 )  # fmt: skip
-"""Arguments of calls besides the `TENSORS`, the options, and what `PREPARED_BY` names."""
+"""Arguments of calls besides the `TENSORS`, the options, and scheduler_metadata."""
 
-NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS)) | PREPARED_BY
+NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS))
 """What a call copies, and stores its arguments in: a new dictionary takes twice as long."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"

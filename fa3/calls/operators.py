@@ -487,10 +487,10 @@ def trace_attention(kind: str, passed: tuple, arguments: dict[str, Any]) -> Resu
     options = named_options(kind, dict(zip(OPTIONS_OF[kind], passed, strict=True)))
     out = arguments["out"]
     window = check_window(as_pair(arguments["window_size"]), options["causal"])
+    arguments |= options
     for name in ALWAYS_NONE[kind]:
         if arguments[name] is not None:
             raise NotImplementedError(f"{name} must be None while a graph is traced")
-    arguments |= options
     arguments |= {"function": kind, "window_left": window.left, "window_right": window.right}
     operator = ATTENTION if out is None else ATTENTION_OUT
     if kind == CACHED:

@@ -7,8 +7,9 @@ made of them, by value and type.
 import functools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,12 +35,12 @@ NOTE_ON_ORDER = (
 
 OPTION_DEFAULTS: dict[str, Any] = {
     "attention_chunk": 0, "batch_invariant": False, "causal": False, "deterministic": False,
-    "dropout_p": 0.0, "num_splits": 0, "pack_gqa": None, "qv": None, "return_attn_probs": False,
-    "return_lse": False, "return_softmax_lse": False, "rotary_interleaved": True, "sm_margin": 0,
-    "softcap": 0.0,
+    "dropout_p": 0.0, "num_splits": 0, "pack_gqa": None, "plan": None, "qv": None,
+    "return_attn_probs": False, "return_lse": False, "return_softmax_lse": False,
+    "rotary_interleaved": True, "schedule": None, "sm_margin": 0, "softcap": 0.0,
 }  # fmt: skip
-"""The options that public functions share: bool, int from 0 on, or float; and what holds for
-functions without them."""
+"""The options of public functions: bool, int from 0 on, float, or None where there is none; and
+what holds for functions without them."""
 
 
 OF_ALL = (
@@ -47,9 +48,10 @@ OF_ALL = (
     "qv",
 )  # fmt: skip
 OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
+OF_DENSE = (*OF_TRAINING, "schedule", "plan")
 OF_PACKED = (*OF_TRAINING, "return_softmax_lse")
 OF_CACHE = (*OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant")
-OPTIONS_OF = {DENSE: OF_TRAINING, PACKED: OF_PACKED, PAGED: OF_PACKED, CACHED: OF_CACHE}
+OPTIONS_OF = {DENSE: OF_DENSE, PACKED: OF_PACKED, PAGED: OF_PACKED, CACHED: OF_CACHE}
 """The options of each kind of calls, in the order in which the function hands them on."""
 
 
@@ -59,6 +61,9 @@ class UserFunctions(NamedTuple):
     scores: tuple[Template, ...] = ()
     mask: Template | None = None
     names: tuple[str, ...] = ()  # what a call knows their tensors as, in their order
+
+
+NO_FUNCTIONS = UserFunctions()
 
 
 class Options(NamedTuple):
@@ -74,7 +79,7 @@ class Options(NamedTuple):
     rotary_interleaved: bool = True
     batch_invariant: bool = False
     has_gradient: bool = False  # whether one is wanted
-    functions: UserFunctions = UserFunctions()
+    functions: UserFunctions = NO_FUNCTIONS
     max_seqlen_q: int | None = None  # of packed queries on a cache
     scheduler_metadata: Any = None  # of a call on a cache or on packed sequences
     # schedule, plan: that a dense call asks for.
@@ -84,15 +89,15 @@ class Options(NamedTuple):
 
 
 PREPARED_BY: dict[str, Any] = {
-    "has_gradient": False, "functions": UserFunctions(), "max_seqlen_q": None,
-    "scheduler_metadata": None, "schedule": None, "plan": None,
+    "has_gradient": False, "functions": NO_FUNCTIONS, "max_seqlen_q": None,
+    "scheduler_metadata": None,
 }  # fmt: skip
 """Fields of `Options` that are no options of a function, or only of one, and what they are if a
 call does not say."""
-pick_prepared_by = itemgetter(*PREPARED_BY)  # picks them from a call's values
 
 
-class Checked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Checked:
     """What a call makes of its options."""
 
     options: Options  # what it is prepared by
@@ -100,29 +105,53 @@ class Checked(NamedTuple):
     deterministic: bool
     dropout_p: float
     latest: FastPath  # the latest calls with these options
+    # Whether these are the objects that the first call with these options passed.
+    are_same: Callable[[tuple], bool] = lambda asked: False
 
 
-def options_of(kind: str, values: Mapping[str, Any], passed: tuple) -> Checked:
-    """Check options, or look up equal ones; `passed` as in `OPTIONS_OF`."""
-    window_size, prepared_by = values["window_size"], pick_prepared_by(values)
+LATEST: dict[str, Checked] = {}  # of each kind of calls
+
+
+def options_of(kind: str, window_size: Any, prepared_by: tuple, passed: tuple) -> Checked:
+    """Check options, or look up equal ones.
+    `prepared_by` is what `PREPARED_BY` names, and `passed` what `OPTIONS_OF` names."""
     try:
-        left, right = window_size if type(window_size) is tuple else as_pair(window_size)
-        return remembered_options(kind, prepared_by, left, right, *passed)
-    except (TypeError, ValueError):
+        window = window_size if type(window_size) is tuple else as_pair(window_size)
+        asked = window + prepared_by + passed
+        latest = LATEST.get(kind)
+        # To look them up takes 0.3 us more.
+        if latest is None or not latest.are_same(asked):
+            latest = LATEST[kind] = remembered_options(kind, *asked)
+        return latest
+    except (IndexError, TypeError, ValueError):
         # Also what has no hash, and a window that is no pair.
-        return checked_options(kind, window_size, by_name(kind, prepared_by, passed))
+        return checked_options(kind, window_size, by_name(kind, prepared_by + passed))
 
 
 # Typed, since True, 1 and 1.0 are the same to a dictionary.
 @functools.lru_cache(maxsize=REMEMBERED, typed=True)
-def remembered_options(kind, prepared_by, left, right, *passed) -> Checked:
-    return checked_options(kind, (left, right), by_name(kind, prepared_by, passed))
+def remembered_options(kind: str, left: int, right: int, *asked: Any) -> Checked:
+    checked = checked_options(kind, (left, right), by_name(kind, asked))
+    return replace(checked, are_same=comparison_of_objects((left, right, *asked)))
 
 
-def by_name(kind: str, prepared_by: tuple, passed: tuple) -> dict[str, Any]:
-    """Options, and what `PREPARED_BY` names, by name."""
-    options = zip(OPTIONS_OF[kind], passed, strict=True)
-    return dict(options) | dict(zip(PREPARED_BY, prepared_by, strict=True))
+def comparison_of_objects(known: tuple) -> Callable[[tuple], bool]:
+    """Return a function that says whether a tuple has the same objects.
+    It is compiled. To `==`, True, 1 and 1.0 are the same, and a loop takes as long as a look-up."""
+    objects = {f"x{i}": one for i, one in enumerate(known)}
+    return eval(code_of_comparison(len(known)), objects)
+
+
+@functools.cache
+def code_of_comparison(count: int) -> CodeType:
+    """Compile a comparison with so many objects."""
+    same = " and ".join(f"objects[{i}] is x{i}" for i in range(count))
+    return compile(f"lambda objects: {same}", __name__, "eval")
+
+
+def by_name(kind: str, asked: tuple) -> dict[str, Any]:
+    """What `PREPARED_BY` and `OPTIONS_OF` name, by name."""
+    return dict(zip((*PREPARED_BY, *OPTIONS_OF[kind]), asked, strict=True))
 
 
 def checked_options(kind: str, window_size: Sequence[int], asked: Mapping[str, Any]) -> Checked:

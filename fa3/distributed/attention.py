@@ -194,17 +194,17 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     call = describe_tensors(dict(zip(OPERANDS, tensors, strict=True)), Options(kind=DENSE))
     asked = {name: named[name] for name in ASKED}
     asked["has_gradient"] = wants_gradient(q, k, v, sinks)
-    options, _, deterministic, *_ = checked_options(DENSE, named["window_size"], asked)
+    made = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
     check_call(call, len(layout.cu_seqlens) - 1 if is_packed else None)
-    rest = q.shape[-2], options.window, slopes is not None
+    rest = q.shape[-2], made.options.window, slopes is not None
     if len(sizes) > 1:
         if method == "ulysses":
             raise ValueError("method must be gather, ring or auto over a mesh of 2 dimensions")
         method = "gather" if method == "auto" else method
         methods_for("ulysses", sizes[2], *rest)
     methods_for(method, sizes[0], *rest)
-    part = options._replace(kind=kind), named["softmax_scale"], deterministic
+    part = made.options._replace(kind=kind), named["softmax_scale"], made.deterministic
     return call, part, layout, method
 
 
