@@ -15,7 +15,7 @@ from reference import check_attention, dense
 from score_problems import RelativeBias
 
 import fa3
-from fa3.calls.execution import PreparedPlan, for_launches, launcher
+from fa3.calls.execution import PreparedPlan, launcher
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
@@ -134,10 +134,10 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
     modifiers = None if alibi_slopes is None else (alibi_slopes,)
     look = launcher(look, plan.launches()[1].arguments)
     values = {
-        "q": q, "k": k, "v": v, "o": out, "lse": lse, "modifiers": modifiers, "dropout": None,
+        "q": q, "k": k, "v": v, "o": out, "address_of_lse": lse.data_ptr(), "modifiers": modifiers,
         "softmax_scale": q.shape[3] ** -0.5, "descales": None,
     }  # fmt: skip
-    prepared._replace(launchers=(prepared.launchers[0], look)).run(for_launches(values))
+    replace(prepared, launchers=(prepared.launchers[0], look)).run(values)
     return found, out, lse
 
 

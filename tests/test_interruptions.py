@@ -39,9 +39,11 @@ Q = torch.zeros(1, 8, 4, 64)
 ENDS = torch.tensor([0, 3, 8], dtype=torch.int32)
 NAMES = (
     "lse", "seqused_q", "seqused_k", "batch_idx", "leftpad", "page_table", "modifiers", "sinks",
-    "dropout", "descales",
+    "descales",
 )  # fmt: skip
-VALUES = dict.fromkeys("qkvo", Q) | dict.fromkeys(NAMES) | {"softmax_scale": 1.0, "seqlen_new": 0}
+VALUES = dict.fromkeys("qkvo", Q) | dict.fromkeys(NAMES) | {
+    "softmax_scale": 1.0, "seqlen_new": 0, "address_of_lse": 0,
+}  # fmt: skip
 PACKED_VALUES = dict.fromkeys("qkvo", Q[0]) | {
     "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_k": 0, "longest": (5, 5),
 }  # fmt: skip

@@ -547,10 +547,11 @@ def run_call(
         check_totals(values, batch, kind == PACKED, call.most_queries)
     if call.overlaps is not None:
         call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
-    scale, dropout, length = values["softmax_scale"], None, values["cache_length"]
+    scale, length = values["softmax_scale"], values["cache_length"]
     scale = call.scale if scale is None else check_scale(scale, q.shape[-1])
     if asked.dropout_p or values["rng_state"] is not None:
-        dropout = dropout_of(asked.dropout_p, values["rng_state"], q)
+        values["dropout"] = dropout = dropout_of(asked.dropout_p, values["rng_state"], q)
+        values["arguments_of_dropout"] = dropout.arguments
     if length is None:
         length = call.capacity
     if length is not None or call.has_host_integers or host_values.ASSERTIONS:
@@ -561,7 +562,7 @@ def run_call(
             check_scores(values, scale)
     if not (slopes is sinks is None):
         read = modifier_tensors(slopes, read, sinks)
-    values["softmax_scale"], values["dropout"], values["modifiers"] = scale, dropout, read
+    values["softmax_scale"], values["modifiers"] = scale, read or None
     if not has_gradient:
         out, lse = call.attend(values, longest, asked.returns_lse)
         return (out, lse) if asked.returns_lse else out

@@ -104,7 +104,9 @@ OTHER_ARGUMENTS = (
 )  # fmt: skip
 """Arguments of calls besides the `TENSORS`, the options, and scheduler_metadata."""
 
-NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS))
+NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS)) | {
+    "lse": None, "address_of_lse": 0, "seqlen_new": 0, "descales": None, "dropout": None,
+}  # fmt: skip
 """What a call copies, and stores its arguments in: a new dictionary takes twice as long."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"

@@ -53,7 +53,8 @@ from fa3.schedules.stretches import most_slots
 from fa3.scores.masks import ROW_RECORD
 
 
-class Prepared(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Prepared:
     """The launches of a plan with their kernels loaded."""
 
     launchers: tuple[Callable[[dict[str, Any]], object], ...]  # take a call's values
@@ -80,37 +81,34 @@ class Prepared(NamedTuple):
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.run(values, memory)
-        launchers, _, always, table = self
-        counters, parts, workspace, cleared = always if memory is None else memory
-        taken: list[torch.Tensor] = []
+        counters, parts, workspace, cleared = self.memory if memory is None else memory
         stream_memory: Any = None
-        if counters or table is not None:
+        if counters or self.table is not None:
             stream = current_stream(device.index)
             capture = capture_of(stream)
-            if table is not None:
-                values["schedule_state"] = table.on(stream, capture)
+            if self.table is not None:
+                values["schedule_state"] = self.table.on(stream, capture)
             if counters:
                 # Now: to zero new ones takes a kernel, and none may come between two others.
                 stream_memory = counters_of(device, stream, capture)
             for name, count in counters:
-                values[name] = one = stream_memory.take(count)
-                taken.append(one)
+                values[name] = stream_memory.take(count)
             if workspace:
                 # The decode kernel takes an address.
-                values["counters"] = values["counters"].data_ptr()
-                values["workspace"] = kept = stream_memory.take_parts(workspace)
+                values["address_of_counters"] = values["counters"].data_ptr()
+                values["workspace"] = stream_memory.take_parts(workspace)
         for name, count in parts:
             values[name] = q.new_empty(count, dtype=torch.float32)
         if cleared:
             values["workspace"][:cleared].zero_()
-        for launch in launchers:
+        for launch in self.launchers:
             launch(values)
         # Counters do not go back if anything was raised: then they need not be zero. The last one
         # comes first, so that the next call takes each for the same purpose.
-        while taken:
-            stream_memory.give_back(taken.pop())
+        for name, _ in counters[::-1]:
+            stream_memory.give_back(values[name])
         if workspace:
-            stream_memory.give_back_parts(kept)
+            stream_memory.give_back_parts(values["workspace"])
         return None
 
 
@@ -148,22 +146,11 @@ class PreparedPlan(NamedTuple):
         """Write out and, unless None, the log-sum-exp; there are queries and keys.
         `values` are of the call, by name; see `PreparedAttention.attend`."""
         if self.prepared is not None:
-            self.prepared.run(for_launches(values))
+            self.prepared.run(values)
         elif isinstance(self.plan, Plan):
             execute(self.plan, values)
         else:
             execute_decode(self.plan, values, self.plan.sizes.capacity)
-
-
-def for_launches(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the address of the log-sum-exp, 0 for none, and a seed.
-    Of no tensors of scores, mask and sinks, make None."""
-    lse, dropout = values["lse"], values["dropout"]
-    values["modifiers"] = values["modifiers"] or None
-    values["lse"] = 0 if lse is None else lse.data_ptr()
-    if dropout is not None:
-        values["dropout"] = dropout.arguments
-    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +205,6 @@ class PackedCall:
             values["max_seqlen_k"] = sizes.max_seqlen_k
         if self.prepared is not None:
             prepared = self.prepared(route.name, route.most_queries)
-            for_launches(values)
             if route.name == routes.SHARED:
                 memory = self.share_tiles(values, sizes)
             elif route.has_forward:
@@ -319,6 +305,7 @@ class EqualQueries(NamedTuple):
         if lse is not None:
             # In a packed log-sum-exp, heads come first.
             packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
+            values["address_of_lse"] = packed.data_ptr()
         self.packed.attend(values)
         if lse is not None and batch > 1:
             lse.copy_(packed.view(heads, batch, seqlen).transpose(0, 1))

@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from fa3.calls.devices import gpu_for_call
 from fa3.calls.execution import (
     EqualQueries,
     PreparedPlan,
+    launcher,
     packed_call,
     prepare_on_cache,
 )
@@ -43,8 +43,9 @@ from fa3.calls.operands import (
 from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
-from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
+from fa3.kernels.append import MOST_VECTORS, Append, Rotary
 from fa3.planning import routes
+from fa3.planning.launch import FromCall, Launch
 from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
@@ -176,20 +177,21 @@ class PreparedAttention:
         `values` has all `TENSORS`, the int32 ones on q's device; `modifiers`, the tensors of the
         spec's scores, mask and sinks, `softmax_scale` and `dropout`."""
         q, out, ends_q = values["q"], values["out"], values["cu_seqlens_q"]
-        is_new, lse, descales = out is None, None, None
+        is_new, lse = out is None, None
         if out is None:
             out = self.new_out(q)
         if returns_lse:
-            lse = self.new_lse(q)
+            values["lse"] = lse = self.new_lse(q)
+            values["address_of_lse"] = lse.data_ptr()
         if self.scales is not None:
             batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
             descales = self.scales.of(batch, *map(values.get, DESCALES))
-        if self.widens_q:
-            scale_k, scale_v, scale_q = descales
-            descales = scale_k * scale_q, scale_v
-            values["q"] = q = q.to(out.dtype, memory_format=torch.contiguous_format)
-        values["o"], values["lse"], values["descales"] = out, lse, descales
-        values["seqlen_new"] = values["max_seqlen_k"] = 0
+            if self.widens_q:
+                scale_k, scale_v, scale_q = descales
+                descales = scale_k * scale_q, scale_v
+                values["q"] = q = q.to(out.dtype, memory_format=torch.contiguous_format)
+            values["descales"] = descales
+        values["o"], values["max_seqlen_k"] = out, 0
         if self.append is not None:
             self.append.run(values, out if is_new else None)
         if ends_q is not None and not q.shape[0]:
@@ -341,11 +343,7 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
         kernels = prepare_on_cache(call, options)
     if has_room and call.k_new is not None and call.batch:
         has_tiles = call.is_packed or isinstance(kernels, EqualQueries)
-        kernel = append_kernel(call, options.rotary_interleaved, has_tiles)
-        in_out = not has_tiles and call.head_dim == call.head_dim_v
-        on_gpu = call.q.device.type == "cuda"
-        entry = load_kernel(kernel) if on_gpu else HostAppend(kernel)
-        append = PreparedAppend(entry, query_step(options), in_out, kernel.writes_lengths)
+        append = PreparedAppend.of(call, options, has_tiles)
         most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
     widens_q = call.q.dtype == FP8_DTYPE and not isinstance(kernels, PreparedPlan | None)
     return {"kernels": kernels, "most_queries": most, "append": append, "widens_q": widens_q}
@@ -359,27 +357,35 @@ def query_step(options: Options) -> int:
 NAMES_OF_APPEND = {
     "k": "k_new", "v": "v_new", "k_cache": "k", "v_cache": "v", "seqlens": "seqused_k",
     "cu_seqlens": "cu_seqlens_k_new", "cos": "rotary_cos", "sin": "rotary_sin",
-    "q": "q_to_rotate", "cu_seqlens_q": "ends_to_rotate",
 }  # fmt: skip
 """Names of `AppendArguments`, and what the call's values are called, where they differ."""
-
-arguments_of_append = itemgetter(
-    *(NAMES_OF_APPEND.get(name, name) for name in AppendArguments._fields)
-)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedAppend:
     """Appends to caches of calls of a description, and rotates their queries."""
 
-    kernel: Callable
-    query_step: int  # 1 if each query has a rotary position of its own, 0 if they share one
+    launch: Callable[[dict[str, Any]], object]
+    is_rotary: bool  # whether queries and new keys are rotated
     # Whether rotated queries may be in the output's memory, which has the same shape. The decode
     # kernel writes a row of O where it has read this row of Q, or when all that read it have. The
     # forward kernel, which may have packed queries and prompts, reads Q twice: when it computes
     # failed rows once more, O has been written.
     rotates_in_out: bool
-    writes_lengths: bool  # whether the kernel writes the lengths with the new tokens
+    # Keys of each sequence beyond the lengths; None if the kernel writes the lengths with them.
+    seqlen_new: int | None
+
+    @classmethod
+    def of(cls, call: AttentionCall, options: Options, has_tiles: bool) -> "PreparedAppend":
+        """Load the kernel. `has_tiles` says whether the forward kernel may attend."""
+        kernel, is_rotary = append_kernel(call, options, has_tiles), call.rotary_cos is not None
+        entry = load_kernel(kernel) if call.q.device.type == "cuda" else HostAppend(kernel)
+        named: dict[str, Any] = {name: FromCall(to) for name, to in NAMES_OF_APPEND.items()}
+        named["query_step"] = query_step(options)
+        seqlen_new = None if kernel.writes_lengths else call.k_new.shape[1]
+        launch = launcher(entry, Launch.of(kernel, **named).arguments)
+        in_out = not has_tiles and call.head_dim == call.head_dim_v
+        return cls(launch, is_rotary, in_out, seqlen_new)
 
     def run(self, values: dict[str, Any], out: torch.Tensor | None) -> None:
         """Append k and v to the caches.
@@ -389,27 +395,21 @@ class PreparedAppend:
         kernel writes lengths. Otherwise `seqlen_new` says how many keys each sequence has beyond
         those.
         """
-        q, ends_q = values["q"], values["cu_seqlens_q"]
-        total = rotated = None
-        if self.writes_lengths:
+        if self.is_rotary:
+            if out is None or not self.rotates_in_out:
+                q = values["q"]
+                out = q.new_empty(*q.shape)
+            values["rotated"] = out
+        if self.seqlen_new is None:
             seqlens = values["seqused_k"]
-            total = seqlens.new_empty(seqlens.shape[0])
-        if values["rotary_cos"] is None:
-            q = ends_q = None
-        else:
-            rotated = out
-            if rotated is None or not self.rotates_in_out:
-                rotated = q.new_empty(*q.shape)
-        values["new_seqlens"], values["rotated"] = total, rotated
-        values["q_to_rotate"], values["ends_to_rotate"] = q, ends_q
-        values["query_step"] = self.query_step
-        self.kernel(*arguments_of_append(values))
-        if rotated is not None:
-            values["q"] = rotated
-        if total is None:
-            values["seqlen_new"] = values["k_new"].shape[1]
-        else:
+            values["new_seqlens"] = total = seqlens.new_empty(seqlens.shape[0])
+            self.launch(values)
             values["seqused_k"] = total
+        else:
+            self.launch(values)
+            values["seqlen_new"] = self.seqlen_new
+        if self.is_rotary:
+            values["q"] = out
 
 
 def check_vectors(call: AttentionCall) -> None:
@@ -425,13 +425,13 @@ def vectors_of_row(call: AttentionCall, heads: int) -> int:
     return heads * max(call.head_dim, call.head_dim_v) // VECTOR
 
 
-def append_kernel(call: AttentionCall, rotary_interleaved: bool, has_tiles: bool) -> Append:
+def append_kernel(call: AttentionCall, options: Options, has_tiles: bool) -> Append:
     """The kernel that appends k and v of this call."""
     check_vectors(call)
     rotary = None
     if call.rotary_cos is not None:
         dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
-        rotary = Rotary(2 * call.rotary_cos.shape[1], bool(rotary_interleaved), dtype)
+        rotary = Rotary(2 * call.rotary_cos.shape[1], options.rotary_interleaved, dtype)
     return Append(
         DTYPES[call.k_new.dtype],
         call.head_dim,

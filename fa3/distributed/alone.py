@@ -58,8 +58,8 @@ class KeyPart:
         if self.attention is None:
             self.prepare(values)
         values["cu_seqlens_q"], values["cu_seqlens_k"] = self.ends
-        values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks)
-        values["dropout"], values["softmax_scale"] = None, self.gradients.softmax_scale
+        values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks) or None
+        values["softmax_scale"] = self.gradients.softmax_scale
         return self.attention.attend(values, self.gradients.longest, True)
 
     def prepare(self, values: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class KeyPart:
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
         operands = BackwardOperands(*tensors)
         wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
-        read = modifier_tensors(slopes, (), sinks)
+        read = modifier_tensors(slopes, (), sinks) or None
         lengths = *self.ends, None, None
         grads = self.gradients.gradients(operands, lengths, read, wanted, None, dq)
         if dq is not None and grads[0] is not dq:  # no kernel has run

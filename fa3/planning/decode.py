@@ -21,7 +21,7 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N, DecodeConfig
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, Gpu, least_gain
 from fa3.planning.explanation import Candidate, choice_of, counted, duration
-from fa3.planning.launch import FromCall, Launch, Memory, PlanBase
+from fa3.planning.launch import OF_FORWARD, FromCall, Launch, Memory, PlanBase
 from fa3.planning.prediction import Prediction
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
@@ -331,7 +331,8 @@ class DecodePlan(PlanBase):
             self.kernel(),
             self.window,
             seqlens=FromCall("seqused_k"),
-            counters=FromCall("counters") if self.merges_inside else 0,
+            counters=FromCall("address_of_counters") if self.merges_inside else 0,
+            lse=OF_FORWARD["lse"],
             num_splits=num_splits,
             unit_blocks=unit_blocks,
             max_parts=max_parts,
@@ -344,7 +345,7 @@ class DecodePlan(PlanBase):
             return (attend,)
         # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
-        return attend, Launch.of(combine, **size._asdict(), sets=sets)
+        return attend, Launch.of(combine, lse=OF_FORWARD["lse"], **size._asdict(), sets=sets)
 
     @property
     def memory(self) -> Memory:

@@ -72,6 +72,9 @@ class Memory(NamedTuple):
 
 NO_MEMORY = Memory()
 
+OF_FORWARD = {"lse": FromCall("address_of_lse"), "dropout": FromCall("arguments_of_dropout")}
+"""Arguments of the forward kernel that have other names in a call's values."""
+
 
 class PlanBase:
     """Base class of plans: a problem, a GPU, launches, and words."""

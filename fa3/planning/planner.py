@@ -18,7 +18,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate, choice_of, counted, describe_config, duration
-from fa3.planning.launch import FromCall, Launch, Memory, PlanBase
+from fa3.planning.launch import OF_FORWARD, FromCall, Launch, Memory, PlanBase
 from fa3.planning.prediction import Cost, Load, Prediction, Timeline, loads_of_whole_tiles, predict
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
@@ -89,6 +89,7 @@ class Plan(PlanBase):
         named: dict[str, Any] = {
             "heads_per_group": schedule.order.heads_per_group,
             "num_clusters": schedule.num_clusters,
+            **OF_FORWARD,
         }
         if isinstance(schedule, SplitTiles):
             named["num_slots"] = schedule.num_slots

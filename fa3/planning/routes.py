@@ -31,7 +31,7 @@ from fa3.kernels.shared_tile_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import Gpu, has_mask
 from fa3.planning.decode import DecodePlan
-from fa3.planning.launch import FromCall, Launch
+from fa3.planning.launch import OF_FORWARD, FromCall, Launch
 from fa3.planning.tilings import (
     converting_tiling,
     general_tiling,
@@ -285,7 +285,7 @@ class Signature:
     def launch_of(self, kernel: Forward, overlaps_decode: int = 0, **named: Any) -> Launch:
         """Return a launch of the forward kernel."""
         named |= {"heads_per_group": self.rows_of_group, "overlaps_decode": overlaps_decode}
-        return Launch.of(kernel, self.window, **named)
+        return Launch.of(kernel, self.window, **OF_FORWARD, **named)
 
     def recompute_of(self, kernel: Forward) -> Launch:
         """Return the launch of recompute."""

@@ -289,7 +289,7 @@ class StreamCounters:
             parts = self.free_parts.pop()
         except IndexError:
             parts = None
-        if parts is None or parts.nbytes < count * parts.itemsize:
+        if parts is None or parts.numel() < count:
             empty = partial(torch.empty, count, dtype=torch.float32, device=self.device)
             parts = make_in_thread(empty, self.device) if self.capture is None else empty()
         return parts

@@ -103,7 +103,7 @@ def run_recorded(
     width = len(Note._fields)
     recording = torch.empty(HEADER + rows * width, dtype=torch.int64, device=q.device)
     values = {
-        "q": q, "k": k, "v": v, "o": out, "lse": None, "modifiers": None, "dropout": None,
+        "q": q, "k": k, "v": v, "o": out, "lse": None, "address_of_lse": 0, "modifiers": None,
         "softmax_scale": head_dim**-0.5, "descales": descales, "recording": recording,
     }  # fmt: skip
     prepared = PreparedPlan.of(plan, q.device, plan.launches(is_recorded=True))
