@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from fa3.calls import operators
 from fa3.calls import values as host_values
@@ -56,7 +57,7 @@ from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-MUST_SAY_LONGEST = PACKED, PAGED  # calls that must say max_seqlen_q and max_seqlen_k
+MUST_SAY_LONGEST = frozenset((PACKED, PAGED))  # calls that must say max_seqlen_q and max_seqlen_k
 
 
 @operators.registers
@@ -504,6 +505,8 @@ def describe_call(
         raise TypeError(f"seqused_q must be a torch.Tensor, got {kind_of(used_q)}{NOTE_ON_ORDER}")
     described = describe_tensors(values, options)
     call = prepare_without_lengths(prepare_call, described, options)
+    if options.has_gradient:
+        check_differentiable(values, options.pack_gqa)
     for name in ("out", "k", "v") if call.append is not None else ("out",):
         if values[name] is not None:
             check_writable(described.name(name), values[name])
@@ -553,14 +556,14 @@ def run_call(
     call, begins = asked.latest.find(values)
     if call is None or (kind == PACKED and not have_one_batch(values)):
         call, begins = describe_call(values, asked.options, asked.latest)
-    batch = 0
     if ends_q is not None:
         batch = ends_q.shape[0] - 1
         if metadata is not None and metadata.batch != batch:
             metadata.check(batch=batch)
         check_totals(values, batch, kind == PACKED, call.most_queries)
     if call.overlaps is not None:
-        call.overlaps((q.shape[0], k.shape[0], batch, batch + 1), *begins)
+        rows = () if ends_q is None else (q.shape[0], k.shape[0], batch, batch + 1)
+        call.overlaps(rows, *begins)
     scale, length = values["softmax_scale"], values["cache_length"]
     scale = call.scale if scale is None else check_scale(scale, q.shape[-1])
     if asked.dropout_p or values["rng_state"] is not None:
@@ -580,8 +583,10 @@ def run_call(
     if not has_gradient:
         out, lse = call.attend(values, longest, asked.returns_lse)
         return (out, lse) if asked.returns_lse else out
-    check_differentiable(values, asked.options.pack_gqa)
-    backward = BackwardCall(
-        call.problem, longest, scale, asked.deterministic, call.prepare_backward
+    if _are_functorch_transforms_active():
+        check_differentiable(values, asked.options.pack_gqa)
+    # In a third of the time that the class itself takes.
+    backward = tuple.__new__(
+        BackwardCall, (call.problem, longest, scale, asked.deterministic, call.prepare_backward)
     )
     return attend_differentiably((call, values, backward, asked.returns_lse), q, k, v, *read)

@@ -32,8 +32,11 @@ MOST_SHAPES = 64  # of calls with the same options that are remembered
 
 UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be described
 
-# What calls are compared with, and what a call leads to that is like it.
-Compared = tuple[Callable[[Mapping], list[int] | None], Outcome]
+Found = tuple[Outcome | None, Sequence[int]]  # what a call leads to, and addresses of its tensors
+
+
+def nothing_known(values: Mapping) -> Found:
+    return UNKNOWN
 
 
 def shapes_of(values: Mapping[str, Any]) -> tuple:
@@ -49,8 +52,8 @@ class FastPath(Generic[Outcome]):
 
     Attributes:
         key_of: what of a call tells shapes apart, if not only numbers of rows differ.
-        latest: what the latest call that was found is like.
-        remembered: what calls are compared with, by key.
+        latest: compares a call with the latest one that was found, and gives what is found.
+        remembered: the same for all calls, by key.
         described: what the latest described call led to, by key. Only when it comes again it is
             remembered: that takes as long as to describe a call three times.
     """
@@ -59,28 +62,25 @@ class FastPath(Generic[Outcome]):
 
     def __init__(self, key_of: Callable[[Mapping], Hashable] = lambda _: None) -> None:
         self.key_of = key_of
-        self.latest: Compared | None = None
-        self.remembered: dict[Hashable, Compared] = {}
+        self.latest: Callable[[Mapping], Found] = nothing_known
+        self.remembered: dict[Hashable, Callable[[Mapping], Found]] = {}
         self.described: dict[Hashable, Outcome] = {}
 
-    def find(self, values: Mapping[str, Any]) -> tuple[Outcome | None, Sequence[int]]:
+    def find(self, values: Mapping[str, Any]) -> Found:
         """Return an earlier call's outcome, and addresses, if tensors are alike.
 
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
         """
         latest = self.latest
-        if latest is None:
-            return UNKNOWN
-        begins = latest[0](values)
-        if begins is None:
+        found = latest(values)
+        if found is UNKNOWN and self.remembered:
             try:
                 one = self.remembered.get(self.key_of(values))
             except NO_PLAIN_TENSOR:
                 return UNKNOWN
-            if one is None or one is latest or (begins := one[0](values)) is None:
-                return UNKNOWN
-            self.latest = latest = one
-        return latest[1], begins
+            if not (one is None or one is latest) and (found := one(values)) is not UNKNOWN:
+                self.latest = one
+        return found
 
     def remember(
         self,
@@ -105,13 +105,16 @@ class FastPath(Generic[Outcome]):
             for name, one in tensors.items()
         ):
             return
-        self.latest = self.remembered[key] = comparison(tensors, alignments, growing), outcome
+        self.latest = self.remembered[key] = comparison(tensors, alignments, growing, outcome)
 
 
 def comparison(
-    tensors: Mapping[str, torch.Tensor], alignments: Mapping[str, int], growing: Collection
-) -> Callable[[Mapping], list[int] | None]:
-    """Return a function that compares tensors with these: addresses, or None.
+    tensors: Mapping[str, torch.Tensor],
+    alignments: Mapping[str, int],
+    growing: Collection,
+    outcome: Outcome,
+) -> Callable[[Mapping], Found]:
+    """Return a function that compares tensors with these.
 
     It keeps none of them. Arguments are as in `FastPath.remember`.
     """
@@ -143,26 +146,26 @@ def comparison(
     # The dispatcher sees which tensors may be written only together with this.
     in_inference = is_inference_mode_enabled()
 
-    def compare(values: Mapping) -> list[int] | None:
+    def compare(values: Mapping) -> Found:
         try:
             if pick_missing(values) != nothing:
-                return None
+                return UNKNOWN
             # Nested tensors have an address, but guards would ask for their strides and abort.
             present = pick(values)
             begins = [0 if one.is_nested else one.data_ptr() for one in present]
         except NO_PLAIN_TENSOR:
-            return None
+            return UNKNOWN
         if (
             not are_aligned(*begins)
             or forward_ad._current_level >= 0
             or is_inference_mode_enabled() != in_inference
             or not are_alike(*(pick_distinct(values) if twice else present))
         ):
-            return None
+            return UNKNOWN
         for first, second in twice:
             if values[first] is not values[second]:
-                return None
-        return begins
+                return UNKNOWN
+        return outcome, begins
 
     return compare
 

@@ -254,7 +254,8 @@ def share_bytes(first: Operand, second: Operand, distance: int) -> bool:
     )
 
 
-CheckOfAddresses = Callable[..., None]  # takes numbers of rows, and the tensors' addresses
+# Takes numbers of rows, of which there are none if no tensor grows, and the tensors' addresses.
+CheckOfAddresses = Callable[..., None]
 
 
 # Fewer than of other things: each remembers many addresses.

@@ -106,7 +106,7 @@ class Checked:
     dropout_p: float
     latest: FastPath  # the latest calls with these options
     # Whether these are the objects that the first call with these options passed.
-    are_same: Callable[[tuple], bool] = lambda asked: False
+    are_same: Callable[..., bool] = lambda *asked: False
 
 
 LATEST: dict[str, Checked] = {}  # of each kind of calls
@@ -120,10 +120,10 @@ def options_of(kind: str, window_size: Any, prepared_by: tuple, passed: tuple) -
         asked = window + prepared_by + passed
         latest = LATEST.get(kind)
         # To look them up takes 0.3 us more.
-        if latest is None or not latest.are_same(asked):
+        if latest is None or not latest.are_same(*asked):
             latest = LATEST[kind] = remembered_options(kind, *asked)
         return latest
-    except (IndexError, TypeError, ValueError):
+    except (TypeError, ValueError):
         # Also what has no hash, and a window that is no pair.
         return checked_options(kind, window_size, by_name(kind, prepared_by + passed))
 
@@ -135,18 +135,19 @@ def remembered_options(kind: str, left: int, right: int, *asked: Any) -> Checked
     return replace(checked, are_same=comparison_of_objects((left, right, *asked)))
 
 
-def comparison_of_objects(known: tuple) -> Callable[[tuple], bool]:
-    """Return a function that says whether a tuple has the same objects.
+def comparison_of_objects(known: tuple) -> Callable[..., bool]:
+    """Return a function that says whether its arguments are the same objects.
     It is compiled. To `==`, True, 1 and 1.0 are the same, and a loop takes as long as a look-up."""
-    objects = {f"x{i}": one for i, one in enumerate(known)}
+    objects = {f"known_{i}": one for i, one in enumerate(known)}
     return eval(code_of_comparison(len(known)), objects)
 
 
 @functools.cache
 def code_of_comparison(count: int) -> CodeType:
     """Compile a comparison with so many objects."""
-    same = " and ".join(f"objects[{i}] is x{i}" for i in range(count))
-    return compile(f"lambda objects: {same}", __name__, "eval")
+    names = ", ".join(f"x{i}" for i in range(count))
+    same = " and ".join(f"x{i} is known_{i}" for i in range(count))
+    return compile(f"lambda {names}: {same}", __name__, "eval")
 
 
 def by_name(kind: str, asked: tuple) -> dict[str, Any]:
