@@ -167,10 +167,13 @@ def flash_attn_func(
     values = NO_VALUES.copy()
     values["q"], values["k"], values["v"] = q, k, v
     values["out"], values["softmax_scale"] = out, softmax_scale
+    # To ask for None takes a third of the time that it takes to store it.
     if not (score is mask is rng_state is None):
         values["score"], values["mask"], values["rng_state"] = score, mask, rng_state
     if not (alibi_slopes is sinks is q_descale is k_descale is v_descale is None):
-        add_rare(values, alibi_slopes, sinks, q_descale, k_descale, v_descale)
+        values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
+        values["q_descale"], values["k_descale"] = q_descale, k_descale
+        values["v_descale"] = v_descale
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_attn_probs, deterministic, dropout_p, schedule, plan,
@@ -301,7 +304,9 @@ def flash_attn_varlen_func(
     if not (score is mask is rng_state is None):
         values["score"], values["mask"], values["rng_state"] = score, mask, rng_state
     if not (alibi_slopes is sinks is q_descale is k_descale is v_descale is None):
-        add_rare(values, alibi_slopes, sinks, q_descale, k_descale, v_descale)
+        values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
+        values["q_descale"], values["k_descale"] = q_descale, k_descale
+        values["v_descale"] = v_descale
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_attn_probs, deterministic, dropout_p, return_softmax_lse,
@@ -475,7 +480,9 @@ def flash_attn_with_kvcache(
     if not (cache_batch_idx is cache_leftpad is None):
         values["batch_idx"], values["leftpad"] = cache_batch_idx, cache_leftpad
     if not (alibi_slopes is sinks is q_descale is k_descale is v_descale is None):
-        add_rare(values, alibi_slopes, sinks, q_descale, k_descale, v_descale)
+        values["alibi_slopes"], values["sinks"] = alibi_slopes, sinks
+        values["q_descale"], values["k_descale"] = q_descale, k_descale
+        values["v_descale"] = v_descale
     options = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, pack_gqa, qv,
         return_softmax_lse, rotary_interleaved, batch_invariant,
@@ -484,13 +491,6 @@ def flash_attn_with_kvcache(
 
 
 # ------------------------------------------------------------------------- what they share
-
-
-def add_rare(values: dict[str, Any], slopes, sinks, q_descale, k_descale, v_descale) -> None:
-    """Add tensors to a call that most calls of all functions lack.
-    To ask for None takes a third of the time that it takes to store it."""
-    values["alibi_slopes"], values["sinks"], values["q_descale"] = slopes, sinks, q_descale
-    values["k_descale"], values["v_descale"] = k_descale, v_descale
 
 
 def describe_call(

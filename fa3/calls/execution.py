@@ -15,7 +15,7 @@ threads, on several streams and in captured graphs share nothing that is written
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -64,10 +64,9 @@ class Prepared:
 
     @classmethod
     def of(
-        cls, launches: Iterable[Launch], memory: Memory = NO_MEMORY, table: Table | None = None
+        cls, launches: Sequence[Launch], memory: Memory = NO_MEMORY, table: Table | None = None
     ) -> "Prepared":
         """Load the kernels of launches."""
-        launches = tuple(launches)
         launchers = tuple([launcher(load_kernel(one.kernel), one.arguments) for one in launches])
         names = {x for one in launches for x in one.arguments.values() if isinstance(x, FromCall)}
         return cls(launchers, frozenset(names), memory, table)

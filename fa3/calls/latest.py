@@ -35,10 +35,6 @@ UNKNOWN = (None, ())  # what `FastPath.find` gives for a call that must be descr
 Found = tuple[Outcome | None, Sequence[int]]  # what a call leads to, and addresses of its tensors
 
 
-def nothing_known(values: Mapping) -> Found:
-    return UNKNOWN
-
-
 def shapes_of(values: Mapping[str, Any]) -> tuple:
     """What of a call's shapes picks an earlier call.
     Packed queries have other numbers of rows in each call."""
@@ -62,7 +58,7 @@ class FastPath(Generic[Outcome]):
 
     def __init__(self, key_of: Callable[[Mapping], Hashable] = lambda _: None) -> None:
         self.key_of = key_of
-        self.latest: Callable[[Mapping], Found] = nothing_known
+        self.latest: Callable[[Mapping], Found] = lambda values: UNKNOWN
         self.remembered: dict[Hashable, Callable[[Mapping], Found]] = {}
         self.described: dict[Hashable, Outcome] = {}
 

@@ -9,7 +9,6 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -138,16 +137,10 @@ def remembered_options(kind: str, left: int, right: int, *asked: Any) -> Checked
 def comparison_of_objects(known: tuple) -> Callable[..., bool]:
     """Return a function that says whether its arguments are the same objects.
     It is compiled. To `==`, True, 1 and 1.0 are the same, and a loop takes as long as a look-up."""
-    objects = {f"known_{i}": one for i, one in enumerate(known)}
-    return eval(code_of_comparison(len(known)), objects)
-
-
-@functools.cache
-def code_of_comparison(count: int) -> CodeType:
-    """Compile a comparison with so many objects."""
-    names = ", ".join(f"x{i}" for i in range(count))
-    same = " and ".join(f"x{i} is known_{i}" for i in range(count))
-    return compile(f"lambda {names}: {same}", __name__, "eval")
+    names = [f"x{i}" for i in range(len(known))]
+    same = " and ".join(f"{name} is known_{name}" for name in names)
+    objects = {f"known_{name}": one for name, one in zip(names, known, strict=True)}
+    return eval(f"lambda {', '.join(names)}: {same}", objects)
 
 
 def by_name(kind: str, asked: tuple) -> dict[str, Any]:
