@@ -121,7 +121,7 @@ def launcher(kernel: Callable, arguments: dict[str, Any]) -> Callable[[dict[str,
 
 @functools.cache
 def code_of_call(arguments: str) -> CodeType:
-    """Compile a call of a kernel with arguments of `values`, and of others by name."""
+    """Compile a call of a kernel with values and fixed arguments."""
     return compile(f"lambda values: kernel({arguments})", __name__, "eval")
 
 
