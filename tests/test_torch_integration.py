@@ -126,6 +126,18 @@ def test_what_fa3_does_not_compute_goes_to_the_stock_kernel(stock):
     assert stock.called == 8 * ["_scaled_dot_product_flash_attention"]
 
 
+def test_calls_like_earlier_ones_are_checked_too(stock):
+    call = torch.ops.aten._scaled_dot_product_flash_attention
+    q, k, v = heads_first()
+    *_, stock.result = (call(q, k, v) for _ in range(3))
+    assert integration.LATEST_TAKEN.remembered and not stock.called
+    off = k.new_zeros(k.numel() + 1)[1:].as_strided(k.shape, k.stride())
+    call(q, off, v)
+    call(q, k, v, 1.0)
+    call(q, k, v, scale=-1.0)
+    assert len(stock.called) == 3
+
+
 def test_what_torch_drew_is_differentiated_by_its_kernel(stock):
     call = torch.ops.aten._scaled_dot_product_flash_attention_backward
     q, k, v = heads_first()

@@ -30,10 +30,12 @@ import torch.nn.attention
 from fa3.calls.attention import flash_attn_func, flash_attn_varlen_func
 from fa3.calls.call import describe_tensors, prepare_without_lengths
 from fa3.calls.devices import gpu_for_call
+from fa3.calls.latest import FastPath, shapes_of
 from fa3.calls.modifiers import draw_rng_state, dropout_of
+from fa3.calls.operands import ALIGNMENT
 from fa3.calls.operators import check_results, checked_problem, run_backward
 from fa3.calls.options import DENSE, PACKED, Options, check_probability, check_scale
-from fa3.problem import HEAD_DIM_UNIT, NO_BOUND
+from fa3.problem import HEAD_DIM_UNIT, NO_BOUND, Problem
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
@@ -303,16 +305,26 @@ def refusing() -> Iterator[None]:
         raise Refused from None
 
 
+# A call like an earlier one is not described again, which takes 10 us.
+LATEST_TAKEN: FastPath[Problem] = FastPath(shapes_of)
+ALIGNMENTS_OF_TAKEN = dict.fromkeys(("q", "k", "v", "out"), ALIGNMENT) | dict.fromkeys(
+    ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), 1
+)
+
+
 def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
     """Raise `Refused` unless fa3 computes this call on tensors as they lie."""
     is_plain = not call.return_debug_mask and call.alibi_slopes is call.block_table is None
     has_lengths = call.seqused_k is None or call.cum_seq_q is not None
     if not (is_plain and has_lengths and (call.num_splits or 0) <= 1):
         raise Refused
-    options = Options(kind=DENSE if call.cum_seq_q is None else PACKED)
+    values = call.tensors | {"out": out}
     with refusing():
-        gpu_for_call(call.query.device)
         check_probability(call.dropout_p)
         check_scale(call.scale, call.query.shape[-1])
-        described = describe_tensors(call.tensors | {"out": out}, options)
-        prepare_without_lengths(checked_problem, described, options)
+        if LATEST_TAKEN.find(values)[0] is None:
+            options = Options(kind=DENSE if call.cum_seq_q is None else PACKED)
+            gpu_for_call(call.query.device)
+            described = describe_tensors(values, options)
+            problem = prepare_without_lengths(checked_problem, described, options)
+            LATEST_TAKEN.remember(values, ALIGNMENTS_OF_TAKEN, (), problem, ALIGNMENTS_OF_TAKEN)
