@@ -91,8 +91,8 @@ PREPARED_BY: dict[str, Any] = {
     "has_gradient": False, "functions": NO_FUNCTIONS, "max_seqlen_q": None,
     "scheduler_metadata": None,
 }  # fmt: skip
-"""Fields of `Options` that are no options of a function, or only of one, and what they are if a
-call does not say."""
+"""Fields of `Options` that follow from a call's other arguments, and what they are if a call does
+not say."""
 
 
 @dataclass(frozen=True, slots=True)

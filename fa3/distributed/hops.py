@@ -58,7 +58,7 @@ class Hops:
     Attributes:
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
         keeps: whether keys that come are kept for the backward pass; else they come again.
-        dkv_dtype: of dK and dV.
+        dkv_dtype: of dK and dV; fp32_parts: whether they are added up, from parts in fp32.
     """
 
     def __init__(self, call: RankCall, by_ring: bool) -> None:
@@ -66,9 +66,7 @@ class Hops:
         local, steps = steps_of(call.chunks, call.ends, call.order, call.part, by_ring)
         self.keeps = keeps_keys(call.part, len(call.chunks), of_q[0], sizes[0][0])
         self.hops = [Hop(local[rank])]
-        # Of several parts, dK and dV are added up.
-        is_alone = not steps and len(local[rank]) == 1
-        self.dkv_dtype, self.fp32_parts = call.dkv_dtype, not is_alone
+        self.dkv_dtype, self.fp32_parts = call.dkv_dtype, bool(steps) or len(local[rank]) != 1
         kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
         for number, (exchange, parts) in enumerate(steps):
             # Hops in a row have other memory.

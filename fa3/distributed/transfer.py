@@ -179,7 +179,7 @@ class Transfer:
     def meet(self) -> None:
         """Wait until all ranks may write to the memory they share."""
         if self.in_shared_memory:
-            while UNDER_WAY:  # when a call failed
+            while UNDER_WAY:  # in a ring from the hop before; or from a call that failed
                 UNDER_WAY[-1].arrive()
             self.shared.handle.barrier(0, self.shared.timeout_ms)
 
