@@ -43,7 +43,7 @@ def force(monkeypatch):
 
     def force(shares: KeyShares):
         for module in (planning, packed):
-            monkeypatch.setattr(module, "choose_shares", lambda *given: shares)
+            monkeypatch.setattr(module, "choose_shares", lambda *given, **named: shares)
             monkeypatch.setattr(module, "most_parts_of", lambda *given: 100)
         forget()
 

@@ -39,11 +39,13 @@ from fa3.kernels.segment_table import CUTTERS, MOST_SPLIT_CTAS, SegmentTable, se
 from fa3.kernels.tile_table import (
     BLOCKS_BESIDE,
     MORE_BESIDE_SEGMENTS,
+    OF_QUERIES,
     SLOWER_BESIDE,
     TileTable,
     words_of_table,
 )
 from fa3.planning.costs import H200
+from fa3.planning.launch import Launch
 from fa3.planning.routes import CACHE, PackedSizes, splits_on_gpu
 from fa3.primitives.arithmetic import PlainDivisor
 from fa3.primitives.cache_blocks import CacheLayout
@@ -65,6 +67,7 @@ from fa3.schedules.stretches import (
 from fa3.scores.masks import Band, Sequence
 
 TILE_M, TILE_N, NUM_CTAS = 128, 96, 132
+ENDS_AND_TOTALS = "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k"
 
 Segments = list[tuple[int, int, int, int]]
 
@@ -348,8 +351,7 @@ def tables_on_cpu(step: Step) -> tuple[np.ndarray, list[Segments]]:
     segments = np.full(segment_rows(step.capacity * step.heads[0]) * NUM_CTAS * FIELDS, -7)
     ends = (emulated_cta.Memory(np.array(one)) for one in step.ends)
     memory, ratio = emulated_cta.Memory(table), step.heads[0] // step.heads[1]
-    ends_and_totals = "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k"
-    named = dict(zip(ends_and_totals, (*ends, *step.totals), strict=True))
+    named = dict(zip(ENDS_AND_TOTALS, (*ends, *step.totals), strict=True))
     named |= {"table": memory, "capacity": step.capacity, "shift": 0, "num_ctas": NUM_CTAS}
     named |= {"short_queries": step.short, "qhead_per_kvhead": ratio}
     named["window_left"], named["window_right"] = step.window
@@ -373,10 +375,13 @@ def tables_on_gpu(step: Step, device) -> tuple[np.ndarray, list[Segments]]:
         for count in (words_of_table(step.capacity), size)
     )
     ends = (integers(*one, device=device) for one in step.ends)
-    load_kernel(kernel)(
-        *ends, None, None, table[:-64], *step.totals, step.capacity, 0, *step.window, step.short,
-        heads // heads_kv, NUM_CTAS, *[None] * 3, segments[:-64], heads, step.rows_of_group,
-    )  # fmt: skip
+    values = dict(zip(ENDS_AND_TOTALS, (*ends, *step.totals), strict=True))
+    values |= {"table": table[:-64], "segments": segments[:-64]}
+    numbers = step.capacity, 0, step.short, heads // heads_kv, NUM_CTAS
+    named = dict(zip(OF_QUERIES, numbers, strict=True))
+    named |= {"heads": heads, "rows_of_group": step.rows_of_group}
+    launch = Launch.of(kernel, step.window, **named)
+    execution.launcher(load_kernel(kernel), launch.arguments)(values)
     assert (table[-64:] == -7).all() and (segments[-64:] == -7).all()
     return table[:-64].cpu().numpy(), columns_in(segments[:-64].tolist())
 

@@ -12,15 +12,19 @@ from pairs import combine
 from varlen_problems import WRONG_ENDS
 
 from benchmarks.cubin import opcode
+from fa3.calls.execution import launcher
 from fa3.kernels.shared_tile_table import MultiSequenceTable
 from fa3.kernels.tile_table import (
     AMOUNTS,
+    OF_KEYS,
+    OF_QUERIES,
     SORTERS,
     TileTable,
     shift_of_work,
     words_of_table,
 )
 from fa3.planning.key_split import KeyShares
+from fa3.planning.launch import Launch
 from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
@@ -129,8 +133,12 @@ def table_of(
     )
     table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
     on_gpu = (None if one is None else one.int().to(device) for one in lengths)
-    others = capacity, shift, *window, short, 4, NUM_CTAS, *of_keys, None, None
-    load_kernel(kernel)(*on_gpu, table, *totals, *others)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "total_q", "total_k"
+    values = dict(zip(names, (*on_gpu, *totals), strict=True)) | {"table": table}
+    numbers = capacity, shift, short, 4, NUM_CTAS, *of_keys
+    named = dict(zip((*OF_QUERIES, *OF_KEYS), numbers, strict=True))
+    launch = Launch.of(kernel, window, **named)
+    launcher(load_kernel(kernel), launch.arguments)(values)
     header, records = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:].view(-1, RECORD)
     return header, records[: header[NUM_RECORDS]].tolist(), capacity
 
