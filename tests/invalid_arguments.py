@@ -449,6 +449,7 @@ SIZES = [
      f"must have at most {MOST_VECTORS // 16} rows"),
     ("packed", "q", {"q": rows(MOST_RAGGED_ROWS + 1, 2, 64), "max_seqlen_q": 500},
      f"must have at most {MOST_RAGGED_ROWS} rows"),
+    ("pages", "max_seqlen_q", LARGEST, "must give a key/value head at most 1073741824 rows, got"),
     ("cache", "cache_seqlens", 10**12, "must be from 0 to 39"),
     ("cache", "cache_seqlens", 38, "must leave room for k...38"),
     ("cache", "cache_seqlens", 40, "must be from 0 to 39...40"),

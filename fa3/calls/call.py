@@ -581,7 +581,8 @@ def check_cache_counts(call: AttentionCall) -> None:
             f"{call.page_size}"
         )
     group = call.heads_q // max(1, call.heads_kv)
-    Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity).check("q")
+    queries = "max_seqlen_q" if call.is_packed else "q"
+    Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity).check(queries)
 
 
 def check_new_tokens(tensors: Mapping[str, Any]) -> None:

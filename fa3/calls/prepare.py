@@ -416,8 +416,9 @@ def check_vectors(call: AttentionCall) -> None:
     """Raise if the append kernel cannot count what it copies and turns."""
     for name, operand in (("k", call.k_new), ("q", call.q)):
         *rows, heads, _ = operand.shape
-        if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:
-            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
+        count = math.prod(rows) * vectors_of_row(call, heads)
+        if count > MOST_VECTORS:
+            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors (16 B), got {count}")
 
 
 def vectors_of_row(call: AttentionCall, heads: int) -> int:

@@ -50,7 +50,7 @@ def quantize(
     """Quantize q, k and v to FP8 (e4m3), by sequence and head.
 
     A descale is the largest magnitude that it stands for, divided by 448, the largest number in
-    e4m3, in float32; at least 2**-40. Query heads of one key/value head share a descale. Runs on
+    e4m3, in float32; at least 2**-44. Query heads of one key/value head share a descale. Runs on
     the current stream of the tensors' GPU, in one kernel; the host reads nothing.
 
         fa3.flash_attn_func(**fa3.quantize(q, k, v)._asdict(), causal=True)

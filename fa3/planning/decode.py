@@ -157,8 +157,8 @@ class Sizes(NamedTuple):
         most = (LARGEST - self.capacity) // 2 - ROWS
         if self.seqlen_q > most:
             raise ValueError(
-                f"{queries} must have at most {most} queries with a cache of {self.capacity} "
-                f"tokens, got {self.seqlen_q}"
+                f"{queries} must give a sequence at most {most} queries with a cache of "
+                f"{self.capacity} tokens, got {self.seqlen_q}"
             )
 
     def bounds(self, window: Window) -> Window:
