@@ -45,6 +45,13 @@ def test_links_lead_to_files():
     assert pages and wrong == []
 
 
+def test_the_list_of_records_has_all_of_them():
+    records = ROOT / "benchmarks/results"
+    listed = (records / "README.md").read_text()
+    folders = [one for one in records.iterdir() if one.is_dir()]
+    assert folders and [one.name for one in folders if f"`{one.name}`" not in listed] == []
+
+
 def anchor(title: str) -> str:
     """Return the anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
