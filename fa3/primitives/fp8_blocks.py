@@ -90,17 +90,17 @@ class BlockConverter(BlockRewriter):
         rows = CHUNK * WARP // width
         groups, rest = divmod(tile_n // rows, self.warps)
         pieces, states = range(0, columns, width), (from_state, to_state)
-        share = groups * rows
-        self.convert(pieces, range(0, share, rows), share, *states, acquires=True)
+        begins = tuple((self.warp * groups + i) * rows for i in range(groups))
+        self.convert(pieces, begins, *states, acquires=True)
         if cutlass.const_expr(rest):  # noqa: SIM102, joined both would be traced
             if self.warp < rest:
-                self.convert(pieces, (self.warps * share,), rows, *states, acquires=False)
+                left_over = (self.warps * groups + self.warp) * rows
+                self.convert(pieces, (left_over,), *states, acquires=False)
 
-    def convert(self, columns: range, begins, share, from_state, to_state, acquires: bool) -> None:
-        """Convert pieces of this warp's groups.
-        These begin at some rows, for each warp `share` rows further."""
+    def convert(self, columns: range, begins: tuple, from_state, to_state, acquires: bool) -> None:
+        """Convert the pieces at some columns of the groups that begin at some rows."""
         loaded, blocks = self.ring.loaded, self.ring.blocks
-        places = list(itertools.product(columns, begins, (share,)))
+        places = list(itertools.product(columns, begins))
         for first in range(0, len(places), CHUNKS_AT_ONCE):
             some = places[first : first + CHUNKS_AT_ONCE]
             # All loads come first, which hides what they take.
@@ -114,10 +114,10 @@ class BlockConverter(BlockRewriter):
                     target = self.vector(blocks, to_state.index, *place, i)
                     cute.autovec_copy(converted[None, i], target)
 
-    def vector(self, buffer: cute.Tensor, stage, column: int, begin: int, share: int, i: int = 0):
+    def vector(self, buffer: cute.Tensor, stage, column: int, begin, i: int = 0):
         """This lane's 16 bytes of a piece of a group of rows.
         In 16 bits, vector `i` of its two. Addresses are computed here, not by the buffer's swizzle,
-        so that only what depends on lane and stage is computed by the kernel."""
+        so that the kernel computes only what depends on lane, warp and stage."""
         tile_n, columns, _ = (cute.size(buffer, mode=[mode]) for mode in range(3))
         size = buffer.element_type.width // 8
         width, loaded_width = box_bytes(columns, size), box_bytes(columns, 1)
@@ -128,7 +128,7 @@ class BlockConverter(BlockRewriter):
             # rows, bit 0 the stores.
             row = (self.lane // 8) ^ (self.lane // 4 % 2 * 5)
         box, rest = divmod(size * column, width)
-        offset = stage * (tile_n * columns * size) + (self.warp * share + row) * width
+        offset = stage * (tile_n * columns * size) + row * width
         offset += ((rest // CHUNK + chunk) ^ swizzle_of(row, width)) * CHUNK
         offset += (box * tile_n + begin) * width
         address, space = buffer.iterator.toint() + offset, cute.AddressSpace.smem
