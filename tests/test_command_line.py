@@ -157,7 +157,7 @@ def test_a_plan_on_a_cache_is_that_of_the_call(queries, name, appends, page_size
     else:
         launches = launches_of_route(made.packed.signature, name)
         sizes = PackedSizes(3, 8, 3 * queries, 0, queries, 4096)
-        assert printed["Rule"][0].endswith(made.packed.signature.route(sizes).reason + ".")
+        assert printed["Rule"][0].endswith(made.packed.find(sizes)[0].reason + ".")
     expected = ["append"] * appends + [describe_kernel(one.kernel) for one in launches]
     assert printed["Kernels"] == expected
     assert (" us predicted, " in printed["Time"][0]) == (name == "decode")
@@ -177,7 +177,7 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     options = Options(Window(right=0), kind=PACKED)
     call = prepare_call(packed_operands(q=q, k=k, v=v), options).kernels
     rows = batch * seqlen_q, batch * seqlen_k
-    route = call.signature.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
+    route, _ = call.find(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
     launches = launches_of_route(call.signature, route.name, route.most_queries)
     arguments = "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal"
     printed = printed_plan(capsys, *arguments)

@@ -185,13 +185,14 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
 
 def test_calls_that_follow_each_other_share_the_memory_of_parts():
     of_stream = counters_of(CPU, 1, None)
-    first, between = of_stream.take_parts(5), of_stream.take_parts(5)
+    first, between = (of_stream.take_parts(5, "float32") for _ in range(2))
     assert not places(first) & places(between)
-    of_stream.give_back_parts(first)
-    assert counters_of(CPU, 1, None).take_parts(4).data_ptr() == first.data_ptr()
-    of_stream.give_back_parts(first)
-    more = of_stream.take_parts(6)
-    assert len(more) == 6 and not of_stream.free_parts
+    of_stream.give_back_parts(first, "float32")
+    assert of_stream.take_parts(4, "int32").dtype == torch.int32
+    assert counters_of(CPU, 1, None).take_parts(4, "float32").data_ptr() == first.data_ptr()
+    of_stream.give_back_parts(first, "float32")
+    more = of_stream.take_parts(6, "float32")
+    assert len(more) == 6 and not any(of_stream.free_parts.values())
     of_graph = counters_of(CPU, 1, Capture(0))
-    of_graph.give_back_parts(of_graph.take_parts(5))
-    assert len(of_graph.take_parts(7)) == 7
+    of_graph.give_back_parts(of_graph.take_parts(5, "int32"), "int32")
+    assert len(of_graph.take_parts(7, "int32")) == 7

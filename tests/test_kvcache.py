@@ -532,14 +532,17 @@ def test_more_key_blocks_than_32_bits_count(device):
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_equal_queries_have_lasting_ends(is_captured, monkeypatch):
-    """Made once. What is made during a capture lies in the graph's memory, and is not kept."""
+    """Made once. What is made during a capture lies in the graph's memory, and is not kept.
+    Calls that follow each other write their tables to the same memory."""
     q, k = torch.zeros(3, 512, 8, 128).bfloat16(), torch.zeros(3, 8192, 1, 128).bfloat16()
     with noting_launches() as notes:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
         for _ in range(2):
             flash_attn_with_kvcache(q, k, k, causal=True)
-    ends = [given[TileTableArguments._fields.index("cu_seqlens_q")]
-            for kernel, given in notes.launches if isinstance(kernel, SegmentTable)]  # fmt: skip
+    tables = [given for kernel, given in notes.launches if isinstance(kernel, SegmentTable)]
+    tables = [TileTableArguments(*given) for given in tables]
+    assert tables[0].table is tables[1].table and tables[0].segments is tables[1].segments
+    ends = [one.cu_seqlens_q for one in tables]
     assert len(ends) == 2 and (ends[0] is ends[1]) != is_captured
     assert all(one.tolist() == [0, 512, 1024, 1536] for one in ends)
 

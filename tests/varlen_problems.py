@@ -95,7 +95,7 @@ def note_attending(monkeypatch) -> list:
     found: list = []
 
     def of_packed(call, values):
-        route = call.signature.route(call.sizes(values))
+        route, _ = call.find(call.sizes(values))
         if route.name == DECODE:
             plan = call.signature.decode_plan(route.most_queries, False)
             found.append(plan.sizes.seqlen_q)
@@ -123,8 +123,10 @@ def signature_with(spec: AttentionSpec, **fields: object) -> Signature:
 
 
 def forget_routes(monkeypatch) -> None:
-    """Have signatures choose their route anew each time, by rules that a test has changed."""
-    monkeypatch.setattr(routes.Signature, "route", routes.choose_route)
+    """Have calls choose their route anew each time, by rules that a test has changed."""
+    find = PackedCall.find
+    anew = property(lambda call: find.__get__(call).__wrapped__, find.__set__)
+    monkeypatch.setattr(PackedCall, "find", anew)
 
 
 def used(seqlens: tuple[int, ...], counts: tuple[int, ...] | None) -> Iterator[range]:

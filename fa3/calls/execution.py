@@ -10,12 +10,12 @@ queries, `fa3.planning.routes` decides which kernels serve a call. The forward k
 of tiles, which a kernel before it makes from the lengths; tiles may be split. One more kernel
 recomputes rows whose fixed row max failed, or, where sequences share tiles, rows that are not
 finite. Sequences with few queries may be the decode kernel's, which then overlaps the forward
-kernel. All that depends on lengths is in tensors that each call allocates. So calls in several
-threads, on several streams and in captured graphs share nothing that is written.
+kernel. All that depends on lengths is in tensors that a call owns while it launches. So calls in
+several threads, on several streams and in captured graphs share nothing that is written.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -60,7 +60,9 @@ class Prepared:
     launchers: tuple[Callable[[dict[str, Any]], object], ...]  # take a call's values
     names: frozenset[str]  # of the values that kernels take
     memory: Memory = NO_MEMORY
-    table: Table | None = None  # the schedule's table; it becomes the value `schedule_state`
+    table: Table | None = None  # that the first kernel reads, and the value that it becomes
+    name_of_table: str = "schedule_state"
+    numbers: Mapping[str, int] | None = None  # values that all calls have
 
     @classmethod
     def of(
@@ -71,31 +73,33 @@ class Prepared:
         names = {x for one in launches for x in one.arguments.values() if isinstance(x, FromCall)}
         return cls(launchers, frozenset(names), memory, table)
 
-    def run(self, values: dict[str, Any], memory: Memory | None = None) -> None:
+    def run(self, values: dict[str, Any]) -> None:
         """Launch the kernels.
-        `values` are of the call, by name; more are added. `memory` is given where it depends on the
-        call."""
+        `values` are of the call, by name; more are added."""
         q = values["q"]
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
-                return self.run(values, memory)
-        counters, parts, workspace, cleared = self.memory if memory is None else memory
+                return self.run(values)
+        counters, parts, kept, cleared = self.memory
+        if self.numbers is not None:
+            values |= self.numbers
         stream_memory: Any = None
-        if counters or self.table is not None:
+        if counters or kept or self.table is not None:
             stream = current_stream(device.index)
             capture = capture_of(stream)
             if self.table is not None:
-                values["schedule_state"] = self.table.on(stream, capture)
-            if counters:
-                # Now: to zero new ones takes a kernel, and none may come between two others.
+                values[self.name_of_table] = self.table.on(stream, capture)
+            if counters or kept:
+                # Now: to zero new counters takes a kernel, and none may come between two others.
                 stream_memory = counters_of(device, stream, capture)
-            for name, count in counters:
-                values[name] = stream_memory.take(count)
-            if workspace:
-                # The decode kernel takes an address.
-                values["address_of_counters"] = values["counters"].data_ptr()
-                values["workspace"] = stream_memory.take_parts(workspace)
+                for name, count in counters:
+                    values[name] = stream_memory.take(count)
+                for name, count, dtype in kept:
+                    values[name] = stream_memory.take_parts(count, dtype)
+                if "address_of_counters" in self.names:
+                    # The decode kernel takes an address.
+                    values["address_of_counters"] = values["counters"].data_ptr()
         for name, count in parts:
             values[name] = q.new_empty(count, dtype=torch.float32)
         if cleared:
@@ -104,10 +108,11 @@ class Prepared:
             launch(values)
         # Counters do not go back if anything was raised: then they need not be zero. The last one
         # comes first, so that the next call takes each for the same purpose.
-        for name, _ in counters[::-1]:
-            stream_memory.give_back(values[name])
-        if workspace:
-            stream_memory.give_back_parts(values["workspace"])
+        if stream_memory is not None:
+            for name, _ in counters[::-1]:
+                stream_memory.give_back(values[name])
+            for name, _, dtype in kept[::-1]:
+                stream_memory.give_back_parts(values[name], dtype)
         return None
 
 
@@ -160,6 +165,9 @@ class PackedCall:
     # Gives the launches of a route with so many queries of the decode kernel. It loads kernels when
     # they are first asked for: those for many keys, or for split tiles, most calls never have.
     prepared: Callable[[str, int], Prepared] | None  # None on the CPU
+    # Gives the route of calls of these sizes, which layers of a model share, and its launches with
+    # all that sizes determine; None on the CPU.
+    find: Callable[[PackedSizes], tuple[Route, Prepared | None]]
 
     @classmethod
     def of(cls, signature: Signature, on_gpu: bool = False) -> "PackedCall":
@@ -172,11 +180,19 @@ class PackedCall:
                 memory = signature.decode_plan(most_queries, name != routes.DECODE).memory
             return Prepared.of(launches, memory)
 
+        @functools.lru_cache(maxsize=REMEMBERED)
+        def find(sizes: PackedSizes) -> tuple[Route, Prepared | None]:
+            route = routes.choose_route(signature, sizes)
+            if not on_gpu or route.name in (routes.NOTHING, routes.ZEROS):
+                return route, None
+            made = prepared(route.name, route.most_queries)
+            return route, prepared_for(sizes, made, signature, route)
+
         if on_gpu and signature.call == routes.PACKED:
             prepared(routes.FORWARD, 0)
             if signature.shared_tiling is not None:
                 prepared(routes.SHARED, 0)
-        return cls(signature, prepared if on_gpu else None)
+        return cls(signature, prepared if on_gpu else None, find)
 
     def sizes(self, values: dict[str, Any]) -> PackedSizes:
         """What the host knows of the lengths."""
@@ -193,48 +209,56 @@ class PackedCall:
         `values` are of the call, by name; see `PreparedAttention.attend`. Lengths of a cache have
         the new keys. `longest`, or of a cache `max_seqlen_q`, bounds the lengths."""
         signature, sizes = self.signature, self.sizes(values)
-        if 0 in (sizes.batch, sizes.total_q, sizes.heads):
-            return
-        route = signature.route(sizes)
+        route, prepared = self.find(sizes)
         if route.name == routes.ZEROS:
             hide_all_keys(values)
             return
-        # Alone, the decode kernel knows the capacity of a cache.
+        if prepared is not None:
+            if route.name == routes.SHARED:
+                # Of the lengths' dtype: to name another one takes torch 0.2 us.
+                new_empty = values["cu_seqlens_q"].new_empty
+                num_rows = prepared.numbers["num_tiles"] * signature.shared_tiling.tile_m
+                values["rows"] = rows = new_empty(num_rows, ROW_RECORD)
+                # Softcaps have no tensors, so the mask's comes first.
+                values["shared_modifiers"] = (rows, *(values["modifiers"] or ()))
+            prepared.run(values)
+            return
         if route.has_forward or signature.call == routes.PACKED:
             values["max_seqlen_k"] = sizes.max_seqlen_k
-        if self.prepared is not None:
-            prepared = self.prepared(route.name, route.most_queries)
-            if route.name == routes.SHARED:
-                memory = self.share_tiles(values, sizes)
-            elif route.has_forward:
-                memory = self.make_tiles(values, sizes, route, prepared)
-            else:
-                memory = prepared.memory
-            prepared.run(values, memory)
-            return
         if route.most_queries:
             plan = signature.decode_plan(route.most_queries, route.has_forward)
             execute_decode(plan, values, values["max_seqlen_k"] or plan.sizes.capacity)
         if route.has_forward or route.name == routes.SHARED:
             execute_packed(signature, values, route.most_queries)
 
-    def make_tiles(
-        self, values: dict[str, Any], sizes: PackedSizes, route: Route, prepared: Prepared
-    ) -> Memory:
-        """Add what launches take for one-sequence tiles; return the memory."""
-        signature = self.signature
-        batch, heads, total_q, total_k, _, most_keys = sizes
+
+def prepared_for(
+    sizes: PackedSizes, prepared: Prepared, signature: Signature, route: Route
+) -> Prepared:
+    """Return a route's launches with numbers and memory for these sizes."""
+    batch, heads, total_q, total_k, _, most_keys = sizes
+    numbers = {"max_seqlen_k": most_keys}
+    if route.name == routes.DECODE:
+        # Alone, it knows the capacity of a cache.
+        return prepared if signature.cache else replace(prepared, numbers=numbers)
+    num_sms, memory, tables = signature.gpu.num_sms, prepared.memory, {}
+    # Of a cache, each sequence has room for so many keys.
+    numbers |= {"total_q": total_q, "total_k": most_keys if signature.cache else total_k}
+    if route.name == routes.SHARED:
+        num_tiles = -(-total_q // signature.shared_tiling.tile_m)
+        numbers |= {
+            "num_tiles": num_tiles,
+            "num_clusters": min(num_sms, num_tiles * heads),
+            "num_recompute": min(num_sms, batch * heads),
+        }
+        tables = {"tiles": words_of_table(num_tiles), "table": words_of_table(batch)}
+        memory = Memory((("marks", words_of_marks(batch * heads)),))
+    else:
         tile_m, tile_n = signature.config.tile_m, signature.config.tile_n
         capacity = number_of_packed_tiles(total_q, batch, tile_m)
-        num_tiles, num_sms = capacity * heads, signature.gpu.num_sms
+        num_tiles = capacity * heads
         num_ctas = min(num_sms, num_tiles)
-        # Of the lengths' dtype: to name another one takes torch 0.2 us.
-        table = values["cu_seqlens_q"].new_empty(words_of_table(capacity))
-        values |= {
-            "table": table,
-            "total_q": total_q,
-            # Of a cache, each sequence has room for so many keys.
-            "total_k": total_k if signature.cache is None else most_keys,
+        numbers |= {
             "capacity": capacity,
             "shift": shift_of_work(most_keys, tile_n),
             "short_queries": route.most_queries,
@@ -242,73 +266,48 @@ class PackedCall:
             "num_clusters": num_ctas,
             "num_recompute": num_ctas,
         }
-        counters, parts = [], list(prepared.memory.parts)
+        tables = {"table": words_of_table(capacity)}
         if "segments" in prepared.names:
             num_slots = most_slots(num_tiles, num_sms)
-            parts_memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
-            counters, parts = [*parts_memory.counters], [*parts, *parts_memory.parts]
-            segments = table.new_empty(segment_rows(num_tiles) * num_sms * FIELDS)
-            values |= {"segments": segments, "heads": heads}
-            values |= {"num_slots": num_slots, "num_clusters": num_sms}
-        if "marks" in prepared.names:
-            counters.append(("marks", words_of_marks(num_tiles)))
-        return Memory(tuple(counters), tuple(parts))
-
-    def share_tiles(self, values: dict[str, Any], sizes: PackedSizes) -> Memory:
-        """Add what launches take for tiles that sequences share; return the memory."""
-        batch, heads, total_q, total_k, *_ = sizes
-        tile_m, num_sms = self.signature.shared_tiling.tile_m, self.signature.gpu.num_sms
-        num_tiles = -(-total_q // tile_m)
-        # Of the lengths' dtype: to name another one takes torch 0.2 us.
-        new_empty = values["cu_seqlens_q"].new_empty
-        rows = new_empty(num_tiles * tile_m, ROW_RECORD)
-        values |= {
-            "rows": rows,
-            "tiles": new_empty(words_of_table(num_tiles)),
-            "table": new_empty(words_of_table(batch)),
-            "total_q": total_q,
-            "total_k": total_k,
-            "num_tiles": num_tiles,
-            # Softcaps have no tensors, so the mask's comes first.
-            "shared_modifiers": (rows, *(values["modifiers"] or ())),
-            "num_clusters": min(num_sms, num_tiles * heads),
-            "num_recompute": min(num_sms, batch * heads),
-        }
-        return Memory((("marks", words_of_marks(batch * heads)),))
+            memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
+            memory = memory._replace(parts=prepared.memory.parts)
+            tables["segments"] = segment_rows(num_tiles) * num_sms * FIELDS
+            numbers |= {"heads": heads, "num_slots": num_slots, "num_clusters": num_sms}
+        marks = [("marks", words_of_marks(num_tiles))] * ("marks" in prepared.names)
+        memory = memory._replace(counters=(*memory.counters, *marks))
+    kept = *memory.kept, *[(name, count, "int32") for name, count in tables.items()]
+    return replace(prepared, memory=memory._replace(kept=kept), numbers=numbers)
 
 
 class EqualQueries(NamedTuple):
     """How calls on a cache with equally many queries run: packed."""
 
     packed: PackedCall
-    # Where sequences end, on a GPU. None if it would have been made during a capture: then each
-    # call makes its own, which takes a launch.
-    ends: Table | None
+    sizes: PackedSizes  # of all calls
+    # Their launches; None on the CPU. They know where sequences end, unless they were prepared
+    # during a capture: then each call makes its own ends, which takes a launch.
+    prepared: Prepared | None
 
     def attend(self, values: dict[str, Any]) -> None:
         """Write out and, unless it is None, the log-sum-exp.
         `values` are of the call, by name; q, out and the log-sum-exp become packed ones."""
-        q, out, lse = values["q"], values["o"], values["lse"]
-        if self.ends is not None and q.device.index != current_device():
-            with torch.cuda.device(q.device):
-                return self.attend(values)
-        batch, seqlen, heads, _ = q.shape
-        rows, values["max_seqlen_q"] = batch * seqlen, seqlen
-        values["q"], values["o"] = (x.view(rows, heads, x.shape[3]) for x in (q, out))
-        if self.ends is None:
+        q, lse, prepared = values["q"], values["lse"], self.prepared
+        batch, heads, rows, _, seqlen, _ = self.sizes
+        values["q"] = q.view(rows, heads, -1)
+        values["o"] = values["o"].view(rows, heads, -1)
+        if prepared is None or prepared.table is None:
             ends = torch.arange(0, rows + 1, seqlen, dtype=torch.int32, device=q.device)
-        else:
-            stream = current_stream(q.device.index)
-            ends = self.ends.on(stream, capture_of(stream))
-        values["cu_seqlens_q"] = ends
+            values["cu_seqlens_q"], values["max_seqlen_q"] = ends, seqlen
         if lse is not None:
             # In a packed log-sum-exp, heads come first.
             packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
             values["address_of_lse"] = packed.data_ptr()
-        self.packed.attend(values)
+        if prepared is None:
+            self.packed.attend(values)
+        else:
+            prepared.run(values)
         if lse is not None and batch > 1:
             lse.copy_(packed.view(heads, batch, seqlen).transpose(0, 1))
-        return None
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -362,7 +361,7 @@ def prepare_on_cache(
         return decode_alone(signature, most_queries, device)
     made = packed_call(signature, on_gpu)
     # Now, since no length may cause a compilation.
-    routes_to_load, ends = [(name, most_queries)], None
+    routes_to_load = [(name, most_queries)]
     if call.is_packed:
         both = [routes.BOTH, *[routes.BOTH_SPLIT] * signature.can_split]
         routes_to_load = [(name, signature.short_limit) for name in both]
@@ -371,6 +370,8 @@ def prepare_on_cache(
         made.prepared(*route)
     if call.is_packed:
         return made
-    if on_gpu and not is_capturing(device):
-        ends = Table.upload(np.arange(0, sizes.total_q + 1, call.seqlen_q, dtype=np.int32), device)
-    return EqualQueries(made, ends)
+    _, prepared = made.find(sizes)
+    if prepared is not None and not is_capturing(device):
+        ends = Table.upload(np.arange(0, rows + 1, call.seqlen_q, dtype=np.int32), device)
+        prepared = replace(prepared, table=ends, name_of_table="cu_seqlens_q")
+    return EqualQueries(made, sizes, prepared)

@@ -352,7 +352,9 @@ class DecodePlan(PlanBase):
         size = self.workspace
         numbers = size.numbers(self.spec.head_dim_v)
         if self.merges_inside:
-            return Memory((("counters", size.num_slots),), workspace=numbers)
+            return Memory(
+                (("counters", size.num_slots),), kept=(("workspace", numbers, "float32"),)
+            )
         cleared = size.numbers_of_records if self.clears_records else 0
         return Memory(parts=(("workspace", numbers),) if numbers else (), cleared=cleared)
 

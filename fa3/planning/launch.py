@@ -55,9 +55,9 @@ class Memory(NamedTuple):
 
     counters: tuple[tuple[str, int], ...] = ()  # how many counters, which are zero
     parts: tuple[tuple[str, int], ...] = ()  # how many numbers, float32
-    # Numbers of the decode kernel's workspace where it merges: the stream keeps them for the next
-    # call. To allocate memory anew takes the host 1 us.
-    workspace: int = 0
+    # How many numbers, and their dtype, that the stream keeps for the next call: to allocate memory
+    # anew takes the host 1 us.
+    kept: tuple[tuple[str, int, str], ...] = ()
     cleared: int = 0  # first numbers of the workspace in `parts` that must be zero
 
     @classmethod
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
         # The kernel wants a tensor also where no tile is split.
         num_counters = max(1, num_slots * rows // ROWS_OF_WARP)
         numbers = numbers_of_parts(num_slots, rows, padded(head_dim_v))
-        return cls((("part_counters", num_counters),), (("part_buffer", numbers),))
+        return cls((("part_counters", num_counters),), kept=(("part_buffer", numbers, "float32"),))
 
 
 NO_MEMORY = Memory()

@@ -105,16 +105,16 @@ class Plan(PlanBase):
     @property
     def memory(self) -> Memory:
         schedule, counters = self.schedule, []
-        parts: tuple[tuple[str, int], ...] = ()
+        kept: tuple[tuple[str, int, str], ...] = ()
         if schedule.num_counters:
             counters.append(("schedule_state", schedule.num_counters))
         if isinstance(schedule, SplitTiles):
             rows = self.config.tile_m * self.config.cluster
             parts_memory = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
-            counters, parts = [*counters, *parts_memory.counters], parts_memory.parts
+            counters, kept = [*counters, *parts_memory.counters], parts_memory.kept
         if self.recompute is not None:
             counters.append(("marks", self.recompute.schedule.num_counters))
-        return Memory(tuple(counters), parts)
+        return Memory(tuple(counters), kept=kept)
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""

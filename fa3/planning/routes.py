@@ -188,13 +188,6 @@ class Signature:
             has_fp8_q=self.has_fp8_q, appends=self.appends,
         )  # fmt: skip
 
-    def route(self, sizes: "PackedSizes") -> "Route":
-        """`choose_route`, with the latest kept: layers of a model have equal sizes."""
-        latest = vars(self).get("latest")
-        if latest is None or latest[0] != sizes:
-            latest = vars(self)["latest"] = sizes, choose_route(self, sizes)
-        return latest[1]
-
     @property
     def names(self) -> list[str]:
         """The routes with kernels that packed keys of any lengths may have."""

@@ -9,7 +9,7 @@ launch until it has issued its last one:
 
 Then the next call on the same stream may take them, since its launches run later. A call of another
 thread in between gets other counters, and an interrupted call's counters are not used again.
-To allocate the memory of parts anew takes the host 1 us: a stream keeps that, too.
+To allocate the memory of parts and tables anew takes the host 1 us each: a stream keeps that, too.
 
 In a captured graph, launches of one stream run one after another, but the graph may overlap
 anything else: each capture has its own counters. What captured launches read is held by
@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -251,9 +252,9 @@ class StreamCounters:
     device: torch.device
     reserve: Reserve  # of the device; filled by calls that are not captured
     capture: Capture | None = None  # that the stream takes part in
-    # Counters and memory of parts that no call owns. Appending and popping are atomic.
+    # Counters, and memory of parts by dtype, that no call owns. Appending and popping are atomic.
     free: list[torch.Tensor] = field(default_factory=list)
-    free_parts: list[torch.Tensor] = field(default_factory=list)
+    free_parts: dict[str, list] = field(default_factory=partial(defaultdict, list))
 
     def take(self, count: int) -> torch.Tensor:
         """At least `count` counters (int32), zero; in captures, whenever the graph runs."""
@@ -283,21 +284,21 @@ class StreamCounters:
         if self.capture is None or self.capture.keeps(counters):
             self.free.append(counters)
 
-    def take_parts(self, count: int) -> torch.Tensor:
-        """At least `count` numbers (float32), whatever they are."""
+    def take_parts(self, count: int, dtype: str) -> torch.Tensor:
+        """At least `count` numbers, whatever they are."""
         try:
-            parts = self.free_parts.pop()
+            parts = self.free_parts[dtype].pop()
         except IndexError:
             parts = None
         if parts is None or parts.numel() < count:
-            empty = partial(torch.empty, count, dtype=torch.float32, device=self.device)
+            empty = partial(torch.empty, count, dtype=getattr(torch, dtype), device=self.device)
             parts = make_in_thread(empty, self.device) if self.capture is None else empty()
         return parts
 
-    def give_back_parts(self, parts: torch.Tensor) -> None:
+    def give_back_parts(self, parts: torch.Tensor, dtype: str) -> None:
         # Torch has a graph use its own memory again.
         if self.capture is None:
-            self.free_parts.append(parts)
+            self.free_parts[dtype].append(parts)
 
 
 BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
