@@ -740,7 +740,7 @@ def add_seen(seen, parts, held, keys):
     for part in parts:
         queries, there = held[part.rows].tolist(), keys[part.keys].tolist()
         left, right = part.options.window
-        for rows, count in part.lengths or ((len(queries), len(there)),):
+        for rows, count in part.lengths:
             for i, query in enumerate(queries[:rows]):
                 place = i + count - rows
                 first = 0 if left < 0 else max(place - left, 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import NO_VALUES, describe_tensors, prepare_without_lengths
 from fa3.calls.modifiers import modifier_tensors
-from fa3.calls.options import Options, check_scale
+from fa3.calls.options import PACKED, Options, check_scale
 from fa3.calls.prepare import prepare_call
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.running.memory import Table
@@ -25,7 +25,8 @@ class KeyPart:
     Attributes:
         rows: of this rank; keys: among those that come here together.
         merges: other parts have the same rows; this one is merged into the first of them.
-        lengths: of packed sequences, rows and keys of each; documents: which ones they are.
+        lengths: rows and keys of each packed sequence, or of a dense call.
+        documents: which ones the sequences are.
         attention, gradients: what is launched, after the first time.
         ends: of packed sequences, of their rows and their keys.
     """
@@ -36,7 +37,7 @@ class KeyPart:
     rows: slice = field(default_factory=lambda: slice(None))
     keys: Any = field(default_factory=lambda: slice(None))  # None while it is not known
     merges: bool = False
-    lengths: tuple[tuple[int, int], ...] | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
     documents: tuple[int, ...] = ()
     attention: Any = field(default=None, init=False)  # a `PreparedAttention`
     gradients: Any = field(default=None, init=False)  # a `BackwardCall`
@@ -44,7 +45,7 @@ class KeyPart:
 
     def slopes_of(self, slopes: Tensor | None) -> Tensor | None:
         """Return slopes of heads, or of the packed sequences' documents."""
-        if slopes is None or slopes.ndim == 1 or self.lengths is None:
+        if slopes is None or slopes.ndim == 1 or self.options.kind != PACKED:
             return slopes
         return slopes.index_select(0, numbers_on(slopes.device, *self.documents))
 
@@ -65,7 +66,7 @@ class KeyPart:
     def prepare(self, values: dict[str, Any]) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
         longest = None
-        if self.lengths is not None:
+        if self.options.kind == PACKED:
             sides = [*zip(*self.lengths, strict=True)] or [(), ()]
             longest = max(sides[0], default=0), max(sides[1], default=0)
             ends = [numbers_on(values["q"].device, 0, *accumulate(x)) for x in sides]

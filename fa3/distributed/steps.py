@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from fa3.calls.options import PACKED
 from fa3.distributed.alone import KeyPart
@@ -32,12 +32,18 @@ def steps_of(
     """Return ranks' parts with their own keys, and steps with others'.
     Documents end there; the order has their numbers, if there are any."""
     local, steps = [list[KeyPart]() for _ in chunks], []
-    documents = documents_of(chunks, ends, order, part)
+    wholes = tuple(map(range, ends, ends[1:]))
+    held = [[Placed() for _ in chunks] for _ in wholes]  # rows of each document, on each rank
+    for rank, _, rows, at in exchange_of(chunks, (wholes,)).moves:
+        ours = held[bisect_right(ends, at.start) - 1][rank]
+        ours.append((range(at.start, at.stop), rows.start))
+    documents = [replace(part, documents=tuple(order[i : i + 1])) for i in range(len(wholes))]
     for step in range(len(chunks) if by_ring else 1):
         parts, wanted = list[list[KeyPart]](), list[tuple[range, ...]]()
         for rank in range(len(chunks)):
             source = (rank - step) % len(chunks) if by_ring else None
-            seen = list(chain(*(one.parts(rank, source) for one in documents if one.held[rank])))
+            sides = [x for x in zip(documents, wholes, held, strict=True) if x[2][rank]]
+            seen = list(chain(*(seen_parts(*x, rank, source) for x in sides)))
             local[rank] += [one for _, one in seen if one.keys]
             lacking = [x for x in seen if not x[1].keys]
             wanted.append(together(sorted((keys for keys, _ in lacking), key=lambda x: x.start)))
@@ -47,60 +53,36 @@ def steps_of(
             parts.append(with_joined(one for _, one in lacking))
         if any(wanted):
             steps.append((exchange_of(chunks, tuple(wanted)), parts))
-    for rank, held in enumerate(chunks):
-        if not any(held):  # a rank without rows has an empty part
-            is_packed = part.options.kind == PACKED
-            empty: Any = {"rows": slice(0, 0), "keys": slice(0, 0)}
-            local[rank] = [replace(part, lengths=() if is_packed else None, **empty)]
+    for i, runs in enumerate(chunks):
+        if not any(runs):  # a rank without rows has an empty part
+            local[i] = [replace(part, rows=slice(0, 0), keys=slice(0, 0))]
     return [with_joined(x) for x in local], steps
 
 
-def documents_of(
-    chunks: Runs, ends: Sequence[int], order: Sequence[int], part: KeyPart
-) -> list["Document"]:
-    """Return documents, or the one sequence, with each rank's rows of them."""
-    held = [[Placed() for _ in chunks] for _ in ends[1:]]
-    whole = tuple(map(range, ends, ends[1:]))
-    for rank, _, rows, at in exchange_of(chunks, (whole,)).moves:
-        runs = held[bisect_right(ends, at.start) - 1][rank]
-        runs.append((range(at.start, at.stop), rows.start))
-    results = []
-    for i, document in enumerate(whole):
-        one = replace(part, documents=tuple(order[i : i + 1]))
-        results.append(Document(one, document, held[i]))
-    return results
-
-
-class Document(NamedTuple):
-    """A document, or a sequence.
-
-    Attributes:
-        part: without rows and keys; whole: all rows; held: each rank's rows, with their places.
-    """
-
-    part: KeyPart
-    whole: range
-    held: list[Placed]
-
-    def parts(self, rank: int, source: int | None) -> Iterator[tuple[range, KeyPart]]:
-        """Yield parts with keys of one rank, or all, and these keys.
-        Parts have places of keys that are on the rank."""
-        runs, window = self.held[rank], self.part.options.window
-        key_runs = [self.whole] if source is None else [run for run, _ in self.held[source]]
-        follow = all(x + len(run) == y for (run, x), (_, y) in pairwise(runs))
-        if rank == source and window.left < 0 and window.right <= 0 and follow:
-            # A rank's chunks are in order, so a causal mask is right inside of them.
-            key_runs = [range(sum(map(len, key_runs)))]
-            runs = [(key_runs[0], runs[0][1])]
-        for (run, _), key_run in product(runs, key_runs):
-            rows, keys, seen = seen_by(run, key_run, window)
-            if keys:
-                sees_itself = key_run.start <= run.start and run.stop <= key_run.stop
-                at: Any = {"rows": placed(rows, runs), "keys": placed(keys, runs)}
-                if self.part.options.kind == PACKED:
-                    at["lengths"] = ((len(rows), len(keys)),)
-                options = self.part.options._replace(window=seen)
-                yield keys, replace(self.part, options=options, merges=not sees_itself, **at)
+def seen_parts(
+    part: KeyPart, whole: range, held: Sequence[Placed], rank: int, source: int | None
+) -> Iterator[tuple[range, KeyPart]]:
+    """Yield a rank's parts with keys of one rank, or all, and these keys.
+    Ranks hold these rows of the document. Parts have places of keys that are on the rank."""
+    runs, window = held[rank], part.options.window
+    key_runs = [whole] if source is None else [run for run, _ in held[source]]
+    follow = all(x + len(run) == y for (run, x), (_, y) in pairwise(runs))
+    if rank == source and window.left < 0 and window.right <= 0 and follow:
+        # A rank's chunks are in order, so a causal mask is right inside of them.
+        key_runs = [range(sum(map(len, key_runs)))]
+        runs = [(key_runs[0], runs[0][1])]
+    for (run, _), key_run in product(runs, key_runs):
+        rows, keys, seen = seen_by(run, key_run, window)
+        if keys:
+            one = replace(
+                part,
+                options=part.options._replace(window=seen),
+                rows=placed(rows, runs),
+                keys=placed(keys, runs),
+                lengths=((len(rows), len(keys)),),
+                merges=not (key_run.start <= run.start and run.stop <= key_run.stop),
+            )
+            yield keys, one
 
 
 def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Window]:
@@ -122,8 +104,8 @@ def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Wind
     return rows, keys, Window(left, NO_BOUND if is_free else right - after)
 
 
-def placed(rows: range, runs: Placed) -> slice | None:
-    """Return where rows are among placed runs, if one has them all."""
+def placed(rows: range, runs: Placed) -> Any:
+    """Return where rows are among placed runs, or None unless one has them all."""
     for run, begin in runs:
         if run.start <= rows.start and rows.stop <= run.stop:
             return slice(rows.start - run.start + begin, rows.stop - run.start + begin)
@@ -152,10 +134,8 @@ def joined(one: KeyPart, other: KeyPart) -> KeyPart | None:
     are_neighbours = (follows and one.keys == other.keys) or (one.rows == other.rows and not gap)
     if are_neighbours and one.options.window == Window(NO_BOUND, NO_BOUND):
         size = rows.stop - rows.start, keys.stop - keys.start
-        return replace(one, lengths=one.lengths and (size,), **named)
-    if one.lengths is None or other.lengths is None or one.merges != other.merges:
-        return None
-    if not follows or gap < 0:
+        return replace(one, lengths=(size,), **named)
+    if one.options.kind != PACKED or one.merges != other.merges or not follows or gap < 0:
         return None
     # Keys between them are of a sequence without queries.
     named["lengths"] = one.lengths + ((0, gap),) * (gap > 0) + other.lengths
@@ -166,8 +146,7 @@ def joined(one: KeyPart, other: KeyPart) -> KeyPart | None:
 def pairs_of(part: KeyPart) -> int:
     """Return how many pairs of query and key a part has."""
     (left, right), pairs = part.options.window, 0
-    sizes = ((part.rows.stop - part.rows.start, part.keys.stop - part.keys.start),)
-    for num_rows, num_keys in sizes if part.lengths is None else part.lengths:
+    for num_rows, num_keys in part.lengths:
         after = num_keys - num_rows  # the first row is at this key
         pairs += num_rows * num_keys
         if right >= 0:
