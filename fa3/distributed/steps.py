@@ -62,8 +62,8 @@ def steps_of(
 def seen_parts(
     part: KeyPart, whole: range, held: Sequence[Placed], rank: int, source: int | None
 ) -> Iterator[tuple[range, KeyPart]]:
-    """Yield a rank's parts with keys of one rank, or all, and these keys.
-    Ranks hold these rows of the document. Parts have places of keys that are on the rank."""
+    """Yield parts with keys of one rank, or all, and these keys.
+    Ranks hold these rows of a document. Parts have places of keys that are on the rank."""
     runs, window = held[rank], part.options.window
     key_runs = [whole] if source is None else [run for run, _ in held[source]]
     follow = all(x + len(run) == y for (run, x), (_, y) in pairwise(runs))
@@ -105,7 +105,7 @@ def seen_by(run: range, keys: range, window: Window) -> tuple[range, range, Wind
 
 
 def placed(rows: range, runs: Placed) -> Any:
-    """Return where rows are among placed runs, or None unless one has them all."""
+    """Return where rows are among placed runs, or None."""
     for run, begin in runs:
         if run.start <= rows.start and rows.stop <= run.stop:
             return slice(rows.start - run.start + begin, rows.stop - run.start + begin)

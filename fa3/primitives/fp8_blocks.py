@@ -98,7 +98,7 @@ class BlockConverter(BlockRewriter):
                 self.convert(pieces, (left_over,), *states, acquires=False)
 
     def convert(self, columns: range, begins: tuple, from_state, to_state, acquires: bool) -> None:
-        """Convert the pieces at some columns of the groups that begin at some rows."""
+        """Convert pieces at some columns of groups that begin at some rows."""
         loaded, blocks = self.ring.loaded, self.ring.blocks
         places = list(itertools.product(columns, begins))
         for first in range(0, len(places), CHUNKS_AT_ONCE):
