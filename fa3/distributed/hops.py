@@ -26,7 +26,7 @@ class Hop:
 
     Attributes:
         coming, going: bring keys here, and gradients back; None for this rank's own.
-        used: this rank's keys, see `RowExchange.rows_from`.
+        used: this rank's keys, see `RowExchange.gradients`.
     """
 
     parts: list[KeyPart]
@@ -70,10 +70,10 @@ class Hops:
         kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
         for number, (exchange, parts) in enumerate(steps):
             # Hops in a row have other memory.
-            back = exchange.gradients(), kinds[1]
-            going = Transfer(call, *back, number=2 + number)
+            back, used = exchange.gradients(rank)
+            going = Transfer(call, back, kinds[1], number=2 + number)
             coming = Transfer(call, exchange, kinds[0], number=number % 2)
-            self.hops.append(Hop(parts[rank], coming, going, exchange.rows_from(rank)))
+            self.hops.append(Hop(parts[rank], coming, going, used))
 
     def arrivals(
         self, there: Sequence[Sequence[Tensor]], step: int

@@ -40,22 +40,20 @@ class RowExchange(NamedTuple):
     totals: tuple[int, ...]  # rows that each rank has in the end
     moves: tuple[Move, ...]
 
-    def gradients(self) -> "RowExchange":
-        """Return how rows' gradients get back to other ranks, move by move."""
-        totals, moves = [0] * len(self.totals), []
+    def gradients(self, rank: int) -> tuple["RowExchange", tuple[list, list]]:
+        """Return how rows' gradients get back to other ranks, move by move.
+        Also a rank's rows that it uses itself, and those that others use. Each has its places
+        there, or its gradients' here."""
+        totals, moves, stay, leave = [0] * len(self.totals), list[Move](), list[Any](), list[Any]()
         for source, target, rows, places in self.moves:
-            if source != target:
-                begin, totals[source] = totals[source], totals[source] + rows.stop - rows.start
-                moves.append((target, source, places, slice(begin, totals[source])))
-        return RowExchange(tuple(totals), tuple(moves))
-
-    def rows_from(self, rank: int) -> tuple[list[tuple[slice, slice]], ...]:
-        """Return a rank's rows that it uses itself, and that others use.
-        Each has its places there, or its gradients' here."""
-        stay = [(rows, at) for source, target, rows, at in self.moves if source == target == rank]
-        leaving = [x for x in self.moves if x[0] != x[1]]
-        back = zip(leaving, self.gradients().moves, strict=True)
-        return stay, [(one[2], other[3]) for one, other in back if one[0] == rank]
+            if source == target:
+                stay += [(rows, places)] * (source == rank)
+                continue
+            back = slice(totals[source], totals[source] + rows.stop - rows.start)
+            totals[source] = back.stop
+            moves.append((target, source, places, back))
+            leave += [(rows, back)] * (source == rank)
+        return RowExchange(tuple(totals), tuple(moves)), (stay, leave)
 
     def most_received(self) -> int:
         """Return the most rows that a rank gets from others."""
