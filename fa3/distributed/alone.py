@@ -78,9 +78,7 @@ class KeyPart:
         rest = scale, self.deterministic, call.prepare_backward
         self.attention, self.gradients = call, BackwardCall(call.problem, longest, *rest)
 
-    def backward(
-        self, tensors: Any, modifiers: tuple, fp32_dkv: bool = True, dq: Tensor | None = None
-    ) -> tuple:
+    def backward(self, tensors: Any, modifiers: tuple, dq: Tensor | None, fp32_dkv: bool) -> tuple:
         """Return the gradients by `BackwardOperands`, with dq where it is given.
         The log-sum-exp may be of more keys. Autograd rounds gradients in float32."""
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]

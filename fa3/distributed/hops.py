@@ -58,7 +58,8 @@ class Hops:
     Attributes:
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
         keeps: whether keys that come are kept for the backward pass; else they come again.
-        dkv_dtype: of dK and dV; fp32_parts: whether they are added up, from parts in fp32.
+        dkv_dtype: of dK and dV; fp32_parts: whether parts have theirs in fp32.
+        merges: whether outputs of several parts are merged.
     """
 
     def __init__(self, call: RankCall, by_ring: bool) -> None:
@@ -66,7 +67,8 @@ class Hops:
         local, steps = steps_of(call.chunks, call.ends, call.order, call.part, by_ring)
         self.keeps = keeps_keys(call.part, len(call.chunks), of_q[0], sizes[0][0])
         self.hops = [Hop(local[rank])]
-        self.dkv_dtype, self.fp32_parts = call.dkv_dtype, bool(steps) or len(local[rank]) != 1
+        self.dkv_dtype, is_sum = call.dkv_dtype, bool(steps) or len(local[rank]) != 1
+        self.fp32_parts = is_sum or self.dkv_dtype == torch.float32
         kinds: Any = [[(*x, kind) for x in sizes] for kind in (call.dtype, torch.float32)]
         for number, (exchange, parts) in enumerate(steps):
             # Hops in a row have other memory.
@@ -74,6 +76,7 @@ class Hops:
             going = Transfer(call, back, kinds[1], number=2 + number)
             coming = Transfer(call, exchange, kinds[0], number=number % 2)
             self.hops.append(Hop(parts[rank], coming, going, used))
+        self.merges = any(part.merges for hop in self.hops for part in hop.parts)
 
     def arrivals(
         self, there: Sequence[Sequence[Tensor]], step: int
@@ -125,10 +128,9 @@ class Hops:
     ) -> tuple:
         """Return the gradients, by out and the log-sum-exp of all keys.
         This rank's own keys come last, while gradients go back to other ranks."""
-        merges = any(part.merges for hop in self.hops for part in hop.parts)
-        num_kept = len(self.hops) if self.keeps else 1
-        q, out, *kept = saved[: 2 + 2 * num_kept]
-        there, lses = [*zip(kept[::2], kept[1::2], strict=True)], [*saved[2 + 2 * num_kept :]]
+        num_kept = 2 * len(self.hops) if self.keeps else 2
+        (q, out, *kept), lses = saved[: 2 + num_kept], [*saved[2 + num_kept :]]
+        there = [*zip(kept[::2], kept[1::2], strict=True)]
         query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -138,15 +140,12 @@ class Hops:
             hop_terms = Terms()
             for part in hop.parts[::-1]:
                 rows = part.rows
-                lse = at_rows(lses[0], rows, -1).contiguous() if merges else lses.pop()
+                lse = at_rows(lses[0], rows, -1).contiguous() if self.merges else lses.pop()
                 tensors: list[Any] = [at_rows(q, rows), *(at_rows(x, part.keys) for x in keys)]
                 tensors += [at_rows(out, rows), lse, at_rows(d_out, rows)]
                 tensors += [None if d_lse is None else at_rows(d_lse, rows, -1)]
-                target, read = None, (None, None)
-                if not part.merges:
-                    target, read = at_rows(dq, rows), modifiers
-                fp32 = self.fp32_parts or self.dkv_dtype == torch.float32
-                part_dq, *dkv, more = part.backward(tensors, read, fp32, target)
+                read, to = ((None, None), None) if part.merges else (modifiers, at_rows(dq, rows))
+                part_dq, *dkv, more = part.backward(tensors, read, to, self.fp32_parts)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
                 query_terms.append((rows, [part_dq]))
@@ -155,7 +154,7 @@ class Hops:
             key_terms += finish()
             finish = finish_next
         key_terms += finish()
-        if merges:
+        if self.merges:
             (dq,) = added_up(query_terms, q, q.shape[-3], [(*q.shape[-2:], q.dtype)])
         kinds = [(*x.shape[-2:], self.dkv_dtype) for x in there[0]]
         dk, dv = added_up(key_terms, q, q.shape[-3], kinds)
