@@ -38,6 +38,7 @@ class Candidate(NamedTuple):
     # Whether its tile and its schedule were measured; otherwise the prediction is a guess, and the
     # planner takes it only for a gain above `fa3.planning.costs.UNSURE`.
     measured: bool
+    laid_out: Any = None  # the schedule, if it was made to be predicted
 
     @property
     def name(self) -> str:

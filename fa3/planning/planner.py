@@ -230,7 +230,7 @@ def scheduled_candidate(tiled: TiledProblem, schedule: Schedule) -> Candidate:
     """A schedule as a candidate, predicted from its actual segments."""
     segments = schedule.segments(tiled.blocks_of_tiles())
     load = Load.of(segments, tiled.costs, tiled.lanes)
-    return candidate(tiled, schedule.name, load)
+    return candidate(tiled, schedule.name, load)._replace(laid_out=schedule)
 
 
 def check_arguments(
@@ -381,11 +381,12 @@ def plan_forward(
             whole = scheduled_candidate(laid_out, TileList.make(laid_out))
             best = choose_candidate([best, whole], MARGIN_OF_LIST)
         compared += parts
-    tiled, compared_with = TiledProblem(problem, gpu, best.config), tuple(compared)
+    tiled = TiledProblem(problem, gpu, best.config)
+    compared_with = tuple([one._replace(laid_out=None) for one in compared])
     if callable(schedule) and not isinstance(schedule, type):
         arranged = TileList.in_order_of(tiled, schedule)
         return Plan(problem, gpu, best.config, arranged, True, compared_with)
-    made = SCHEDULES[best.schedule].make(tiled)
+    made = best.laid_out or SCHEDULES[best.schedule].make(tiled)
     return Plan(problem, gpu, best.config, made, considered=compared_with)
 
 
