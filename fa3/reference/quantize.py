@@ -8,8 +8,6 @@ from fa3.kernels.quantize import HASH, LEAST_SCALE, MOST, mixed_columns
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import KEYS_OF_GROUP
 
-KEY_ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # of V^T, in a group of keys
-
 
 def quantize_rows(
     # (batch, seqlen, heads, columns) in 16 bits, and the same in e4m3, which is written, or V^T;
@@ -47,7 +45,8 @@ def quantize_rows(
 
 def in_key_order(rows: torch.Tensor) -> torch.Tensor:
     """V^T (batch, heads, columns, groups, 16) of V (batch, seqlen, heads, columns).
-    Past the last key is that key again."""
+    The keys of a group are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. Past the last key is
+    that key again."""
     missing = -rows.shape[1] % KEYS_OF_GROUP
     rows = torch.cat((rows, rows[:, -1:].expand(-1, missing, -1, -1)), 1)
     halves = rows.unflatten(1, (rows.shape[1] // KEYS_OF_GROUP, 2, 4, 2))
@@ -56,7 +55,7 @@ def in_key_order(rows: torch.Tensor) -> torch.Tensor:
 
 def in_rows(transposed: torch.Tensor, seqlen: int) -> torch.Tensor:
     """V of V^T, the other way round."""
-    keys = transposed.view(torch.uint8)[..., torch.tensor(KEY_ORDER).argsort()].flatten(3)
+    keys = transposed.view(torch.uint8).unflatten(4, (4, 2, 2)).transpose(4, 5).flatten(3)
     return keys[..., :seqlen].permute(0, 3, 1, 2).view(transposed.dtype)
 
 
