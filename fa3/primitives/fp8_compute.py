@@ -37,9 +37,10 @@ MOST_OF_ONE_LEVEL = 184
 """Registers of S and O, with sums in one level, up to which 232 registers a thread are enough: at
 192 ptxas serialises the WGMMAs, and does not at 160."""
 
-KEYS_OF_SUM = 2048
-"""Keys whose P V the WGMMAs sum up before it is added to O, with overlap. 512 keys are 0 to 2%
-slower than 1024 with O in registers. 1024 are 2 to 3% slower than 2048 with O in shared memory."""
+KEYS_OF_SUM = 512
+"""Keys whose P V the WGMMAs sum up before it is added to O, with overlap. They cut off bits, so
+sums of values of one sign are too small: by 0.6% with 512 keys, 1.6% with 1024, 3.8% with 2048.
+512 are 1% slower than 2048 with O in registers, and 5% with O in shared memory."""
 
 LOADS_AT_ONCE = {2: 4, 3: 1}
 """Warps that transpose V -> loads of each that are on their way at once. Two have 40 registers a
