@@ -140,7 +140,7 @@ def as_fixed(walk: Walk, kind: type) -> Walk:
     blocks = [tuple(map(Int32, length)) for length in walk.lengths.ranges]
     cut = replace(walk.cut, **{name: Int32(n) for name, n in vars(walk.cut).items()})
     groups, crew = Int32(walk.num_groups), CtaGroup(*map(Int32, walk.crew))
-    return Walk(cut, HostLengths(blocks), num_m_blocks, groups, crew, place)
+    return Walk(cut, HostLengths(blocks), num_m_blocks, groups, num_crews, crew, place)
 
 
 def segments_of(walk: Walk, count: int) -> list:

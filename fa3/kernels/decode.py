@@ -96,9 +96,6 @@ from fa3.schedules.stream_k import (
     Place,
     StreamK,
     Walk,
-    locate,
-    locate_among_equals,
-    locate_among_few,
 )
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import ScorePipeline, bind
@@ -215,7 +212,7 @@ class Decode(DecodeMemory):
         cta, _, _ = cute.arch.block_idx()
         if cta < count:
             walk = self.new_walk(operands, cut, fewer, is_early=False)
-            self.attend(operands, smem, replace(walk, place=self.locate(walk, fewer)))
+            self.attend(operands, smem, replace(walk, place=self.locate(walk)))
         elif cute.arch.thread_idx()[0] == 0:
             operands.workspace.clear_record(cta)
 
@@ -230,30 +227,26 @@ class Decode(DecodeMemory):
         # Written with `batch - 1`, the compiler would keep that in a register and spill others.
         watched = cutlass.min(cute.arch.lane_idx() + 1, batch) - 1
         before = early.lengths.read(watched)
-        place = self.locate_early(early, before, sizes)
+        place = self.locate_early(early, before)
         if is_prefetcher:
             if cutlass.const_expr(self.cache.is_fp8):
                 cute.arch.setmaxregister_decrease(self.registers[1])
             if cutlass.const_expr(not self.gathers):
                 if cutlass.const_expr(not self.cache.is_full):  # noqa: SIM102
                     if batch > WARP and batch <= EARLY_SEQUENCES:
-                        place = self.locate(early, sizes)
+                        place = self.locate(early)
                 self.prefetch(operands, smem, replace(early, place=place))
         else:
             cute.arch.griddepcontrol_wait()
             if cutlass.const_expr(not self.cache.is_full):  # noqa: SIM102
                 if batch > WARP or not is_same(before, late.lengths.read(watched)):
-                    place = self.locate(late, sizes)
+                    place = self.locate(late)
             self.attend(operands, smem, replace(late, place=place))
 
-    def locate_early(self, walk: Walk, length: tuple, sizes: tuple) -> Place:
+    def locate_early(self, walk: Walk, length: tuple) -> Place:
         """Where the piece begins, if there are few sequences.
         Each lane has the length of one."""
-        if self.cache.is_full:
-            return self.locate(walk, sizes)
-        number, rows = Int64 if self.is_long else Int32, (walk.num_m_blocks, walk.num_groups)
-        crew = walk.crew.number
-        return locate_among_few(self.cut_type, walk.lengths, length, *rows, sizes[4], crew, number)
+        return self.locate(walk) if self.cache.is_full else walk.locate_among_few(length)
 
     @cute.jit
     def attend(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):
@@ -277,7 +270,7 @@ class Decode(DecodeMemory):
 
     def new_walk(self, operands: DecodeOperands, cut, sizes: tuple, is_early: bool) -> Walk:
         """The walk over this CTA's segments, without its place."""
-        capacity, seqlen_q, window, num_m_blocks, _, width, num_groups = sizes
+        capacity, seqlen_q, window, num_m_blocks, num_crews, width, num_groups = sizes
         packed = None
         if self.is_packed:
             packed = PackedQueries(operands.packed_q, self.qhead_per_kvhead, ROWS)
@@ -300,13 +293,14 @@ class Decode(DecodeMemory):
         if self.cut_type is CtaGroups:
             index = width.quotient(cta)
             crew = CtaGroup(index, cta - index * width.value, width.value)
-        return Walk(cut, lengths, num_m_blocks, num_groups, crew, None)
+        number = Int32
+        if self.is_long:
+            number, num_crews = Int64, PlainDivisor(num_crews.value)
+        return Walk(cut, lengths, num_m_blocks, num_groups, num_crews, crew, number=number)
 
-    def locate(self, walk: Walk, sizes: tuple) -> Place:
+    def locate(self, walk: Walk) -> Place:
         """Where the piece of this CTA's crew is."""
-        find = locate_among_equals if self.cache.is_full else locate
-        number, rows = Int64 if self.is_long else Int32, (walk.num_m_blocks, walk.num_groups)
-        return find(self.cut_type, walk.lengths, *rows, sizes[4], walk.crew.number, number)
+        return walk.locate_among_equals() if self.cache.is_full else walk.locate()
 
     # ------------------------------------------------------------------------------ producer
 

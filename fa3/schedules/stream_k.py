@@ -23,7 +23,7 @@ tests) and inside a kernel, on Int32; only positions in a long line are Int64.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import cutlass
@@ -284,12 +284,23 @@ class Walk:
     # Row blocks per head; if `lengths` know how many each sequence has, the most.
     num_m_blocks: Divisor | PlainDivisor
     num_groups: int  # heads per sequence, in groups of those that walk together
-    crew: CtaGroup
-    place: Place
+    num_crews: Divisor | PlainDivisor
+    crew: Any = None  # the CTA's, a `CtaGroup`
+    place: Any = None  # where that crew begins, a `Place`
+    number: type = Int32  # the type of a position in the line
 
     def tiles(self, length: tuple):
-        """Tiles of a sequence in the line."""
-        return tiles_of(self.lengths, length, self.num_m_blocks, self.num_groups)
+        """Tiles of a sequence in the line: one without rows."""
+        num_m_blocks, most = self.lengths.m_blocks(length), self.num_m_blocks.value
+        if num_m_blocks is None:
+            return most * self.num_groups
+        return larger(num_m_blocks * self.num_groups, 1)
+
+    def pieces(self, total, fewest, most) -> Chunks:
+        """The pieces of a line whose tiles have `fewest` to `most` blocks."""
+        if isinstance(self.cut, CtaGroups):
+            return Chunks.of_tiles(total, self.num_crews, fewest, most)
+        return Chunks.even(total, self.num_crews)
 
     def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place
@@ -359,80 +370,72 @@ class Walk:
         """The length of a sequence; past the last sequence, the last one's."""
         return self.lengths.read(smaller(batch, self.lengths.num_sequences - 1))
 
+    # --------------------------------------------------------------------------------- device
 
-def tiles_of(lengths: Any, length: tuple, most, num_groups):
-    """Tiles of a sequence in the line: one without rows."""
-    num_m_blocks = lengths.m_blocks(length)
-    return most.value * num_groups if num_m_blocks is None else larger(num_m_blocks * num_groups, 1)
+    @cute.jit
+    def locate(self) -> Place:
+        """Find the crew's first sequence; every lane calls this.
+        A 32-way search: the lanes add up the blocks of equal ranges of sequences, and the range in
+        which the piece begins is split again."""
+        lengths, number = self.lengths, self.number
+        span = cutlass.max(Int32(lengths.num_sequences), 2)
+        batch, batch_begin, total, end = Int32(0), number(0), number(-1), number(0)
+        lane = cute.arch.lane_idx()
+        while span > 1:
+            share = (span + WARP - 1) // WARP
+            begin = batch + lane * share
+            blocks, fewest, most = number(0), Int32(MOST_ROOM), Int32(0)
+            for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
+                length = lengths.read(i)
+                tile_blocks = lengths.num_blocks(length)
+                blocks += number(self.tiles(length)) * tile_blocks
+                if cutlass.const_expr(isinstance(self.cut, CtaGroups)):
+                    fewest, most = cutlass.min(fewest, tile_blocks), cutlass.max(most, tile_blocks)
+            upto = sum_up_to(blocks)
+            if total < 0:
+                total, end = self.total(upto, fewest, most)
+            target = Chunks(total, self.num_crews, end).begin(self.crew.number) - batch_begin
+            before, blocks_before = range_of(target, blocks, upto)
+            batch_begin += blocks_before
+            batch = cutlass.min(batch + before * share, lengths.num_sequences - 1)
+            span = share
+        return Place(Chunks(total, self.num_crews, end), batch, batch_begin)
 
-
-# ------------------------------------------------------------------------------------- device
-
-
-@cute.jit
-def locate(
-    cut_type: cutlass.Constexpr,
-    lengths: Any,
-    num_m_blocks,
-    num_groups,
-    num_crews,
-    crew,
-    number: cutlass.Constexpr,
-) -> Place:
-    """Find a crew's first sequence; every lane calls this.
-    A 32-way search: the lanes add up the blocks of equal ranges of sequences, and the range in
-    which the piece begins is split again. `number` is the type of a position in the line."""
-    if cutlass.const_expr(number is Int64):
-        num_crews = PlainDivisor(num_crews.value)
-    span = cutlass.max(Int32(lengths.num_sequences), 2)
-    batch, batch_begin, total, end = Int32(0), number(0), number(-1), number(0)
-    lane = cute.arch.lane_idx()
-    while span > 1:
-        share = (span + WARP - 1) // WARP
-        begin = batch + lane * share
-        blocks, fewest, most = number(0), Int32(MOST_ROOM), Int32(0)
-        for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
-            length = lengths.read(i)
-            tile_blocks = lengths.num_blocks(length)
-            blocks += number(tiles_of(lengths, length, num_m_blocks, num_groups)) * tile_blocks
-            if cutlass.const_expr(cut_type is CtaGroups):
-                fewest, most = cutlass.min(fewest, tile_blocks), cutlass.max(most, tile_blocks)
+    @cute.jit
+    def locate_among_few(self, length: tuple) -> Place:
+        """`locate` among at most 32 sequences.
+        Each lane has the length of one. There is no loop. If lengths are read early, the compiler
+        does not see that all lanes leave a loop together. Then it issues TMA loads by more
+        instructions."""
+        tile_blocks = self.lengths.num_blocks(length)
+        is_one = cute.arch.lane_idx() < self.lengths.num_sequences
+        blocks = self.number(self.tiles(length)) * tile_blocks
+        # The other lanes have the last sequence's length.
+        blocks = blocks if is_one else self.number(0)
         upto = sum_up_to(blocks)
-        if total < 0:
-            total, end = total_of(cut_type, upto, fewest, most, num_crews)
-        target = Chunks(total, num_crews, end).begin(crew) - batch_begin
-        before, blocks_before = range_of(target, blocks, upto)
-        batch_begin += blocks_before
-        batch = cutlass.min(batch + before * share, lengths.num_sequences - 1)
-        span = share
-    return Place(Chunks(total, num_crews, end), batch, batch_begin)
+        total, end = self.total(upto, tile_blocks, tile_blocks)
+        pieces = Chunks(total, self.num_crews, end)
+        before, batch_begin = range_of(pieces.begin(self.crew.number), blocks, upto)
+        return Place(pieces, cutlass.min(before, self.lengths.num_sequences - 1), batch_begin)
 
+    def locate_among_equals(self) -> Place:
+        """`locate` by a division, where all sequences have equally many blocks."""
+        tile_blocks = self.lengths.num_blocks(self.lengths.read(0))
+        sequence_blocks = self.number(self.num_m_blocks.value * self.num_groups) * tile_blocks
+        total = sequence_blocks * self.lengths.num_sequences
+        pieces = self.pieces(total, tile_blocks, tile_blocks)
+        batch = as_int32(pieces.begin(self.crew.number) // sequence_blocks)
+        batch = smaller(batch, self.lengths.num_sequences - 1)
+        return Place(pieces, batch, batch * sequence_blocks)
 
-@cute.jit
-def locate_among_few(
-    cut_type: cutlass.Constexpr,
-    lengths: Any,
-    length: tuple,
-    num_m_blocks,
-    num_groups,
-    num_crews,
-    crew,
-    number: cutlass.Constexpr,
-) -> Place:
-    """`locate` among at most 32 sequences.
-    Each lane has the length of one. There is no loop. If lengths are read early, the compiler does
-    not see that all lanes leave a loop together. Then it issues TMA loads by more instructions."""
-    if cutlass.const_expr(number is Int64):
-        num_crews = PlainDivisor(num_crews.value)
-    tile_blocks = lengths.num_blocks(length)
-    is_one = cute.arch.lane_idx() < lengths.num_sequences
-    blocks = number(tiles_of(lengths, length, num_m_blocks, num_groups)) * tile_blocks
-    blocks = blocks if is_one else number(0)  # The other lanes have the last sequence's length.
-    upto = sum_up_to(blocks)
-    total, end = total_of(cut_type, upto, tile_blocks, tile_blocks, num_crews)
-    pieces = Chunks(total, num_crews, end)
-    before, batch_begin = range_of(pieces.begin(crew), blocks, upto)
-    return Place(pieces, cutlass.min(before, lengths.num_sequences - 1), batch_begin)
+    @cute.jit
+    def total(self, upto, fewest, most) -> tuple:
+        """The blocks of all pieces, and of all sequences."""
+        end = cute.arch.shuffle_sync(upto, WARP - 1)
+        if cutlass.const_expr(isinstance(self.cut, CtaGroups)):
+            fewest = cute.arch.warp_redux_sync(fewest, "min")
+            most = cute.arch.warp_redux_sync(most, "max")
+        return self.pieces(end, fewest, most).total, end
 
 
 @cute.jit
@@ -446,16 +449,6 @@ def sum_up_to(blocks):
 
 
 @cute.jit
-def total_of(cut_type: cutlass.Constexpr, upto, fewest, most, num_crews) -> tuple:
-    """The blocks of all pieces, and of all sequences."""
-    end = cute.arch.shuffle_sync(upto, WARP - 1)
-    if cutlass.const_expr(cut_type is CtaGroups):
-        fewest = cute.arch.warp_redux_sync(fewest, "min")
-        most = cute.arch.warp_redux_sync(most, "max")
-    return pieces_of(cut_type, end, num_crews, fewest, most).total, end
-
-
-@cute.jit
 def range_of(target, blocks, upto) -> tuple:
     """The lane whose range has the block at `target`.
     Also returns the blocks before that range."""
@@ -464,46 +457,23 @@ def range_of(target, blocks, upto) -> tuple:
     return before, cute.arch.shuffle_sync(upto - blocks, before)
 
 
-def locate_among_equals(
-    cut_type: type, lengths: Any, num_m_blocks, num_groups, num_crews, crew, number: type
-) -> Place:
-    """`locate` by a division, where all sequences have equally many blocks."""
-    if number is Int64:
-        num_crews = PlainDivisor(num_crews.value)
-    tile_blocks = lengths.num_blocks(lengths.read(0))
-    sequence_blocks = number(num_m_blocks.value * num_groups) * tile_blocks
-    total = sequence_blocks * lengths.num_sequences
-    pieces = pieces_of(cut_type, total, num_crews, tile_blocks, tile_blocks)
-    batch = as_int32(pieces.begin(crew) // sequence_blocks)
-    batch = smaller(batch, lengths.num_sequences - 1)
-    return Place(pieces, batch, batch * sequence_blocks)
-
-
-def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
-    """The pieces of a line whose tiles have `fewest` to `most` blocks."""
-    if cut_type is CtaGroups:
-        return Chunks.of_tiles(total, num_crews, fewest, most)
-    return Chunks.even(total, num_crews)
-
-
 # ---------------------------------------------------------------------------------------- host
 
 
 def walks(cut: Cut, lengths, num_m_blocks: int, num_heads: int, num_ctas: int) -> Iterator[Walk]:
     """Yield the walk of every CTA, as in the kernel."""
-    begins, most = [0], PlainDivisor(num_m_blocks)
-    num_groups, num_crews = num_heads // cut.width, PlainDivisor(num_ctas // cut.width)
+    row_blocks, num_crews = PlainDivisor(num_m_blocks), PlainDivisor(num_ctas // cut.width)
+    line = Walk(cut, lengths, row_blocks, num_heads // cut.width, num_crews)
     known = list(map(lengths.read, range(lengths.num_sequences)))
-    tile_blocks = list(map(lengths.num_blocks, known))
+    tile_blocks, begins = list(map(lengths.num_blocks, known)), [0]
     for length, num_blocks in zip(known, tile_blocks, strict=True):
-        begins.append(begins[-1] + tiles_of(lengths, length, most, num_groups) * num_blocks)
-    pieces = pieces_of(type(cut), begins[-1], num_crews, min(tile_blocks), max(tile_blocks))
-    batch = 0
+        begins.append(begins[-1] + line.tiles(length) * num_blocks)
+    pieces, batch = line.pieces(begins[-1], min(tile_blocks), max(tile_blocks)), 0
     for cta in range(num_ctas):
         crew = CtaGroup(cta // cut.width, cta % cut.width, cut.width)
         while batch + 1 < len(known) and begins[batch + 1] <= pieces.begin(crew.number):
             batch += 1
-        yield Walk(cut, lengths, most, num_groups, crew, Place(pieces, batch, begins[batch]))
+        yield replace(line, crew=crew, place=Place(pieces, batch, begins[batch]))
 
 
 def segments(
