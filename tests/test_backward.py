@@ -25,7 +25,7 @@ from fa3.calls.backward import BackwardCall
 from fa3.interface import _flash_attn_backward
 from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.problem import Problem, Window
-from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.reference.backward import BackwardOperands
 
 
 def check(problem: Problem, where, weights=(True, False), seed: int = 0, **modifiers) -> dict:
@@ -270,7 +270,7 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     for d_out in (None, out):
         operands = BackwardOperands(q, k, k, out, lse, d_out, None)
         call = BackwardCall(problem, None, 1.0, False)
-        found = call.gradients(operands, (), (sinks,), Wanted(), None)
+        found = call.gradients(operands, (), (sinks,), True, False, None)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]
 

@@ -534,7 +534,7 @@ def run_call(
         values |= {"window_size": window_size, "scheduler_metadata": metadata}
         return trace_attention(kind, passed, values)
     score, mask = values["score"], values["mask"]
-    has_gradient, functions, read, longest = False, NO_FUNCTIONS, (), None
+    has_gradient, functions, read = False, NO_FUNCTIONS, ()
     if WITH_GRADIENT[kind]:
         try:
             has_gradient = wants_gradient(q, k, v, sinks)
@@ -551,7 +551,7 @@ def run_call(
         longest_k = integer("max_seqlen_k", values["max_seqlen_k"], 0)
         if kind == PACKED:
             # Nothing that is prepared depends on them.
-            longest, longest_q = (longest_q, longest_k), None
+            values["longest"], longest_q = (longest_q, longest_k), None
     asked = options_of(kind, window_size, (has_gradient, functions, longest_q, metadata), passed)
     call, begins = asked.latest.find(values)
     if call is None or (kind == PACKED and not have_one_batch(values)):
@@ -572,7 +572,7 @@ def run_call(
     if length is None:
         length = call.capacity
     if length is not None or call.has_host_integers or host_values.ASSERTIONS:
-        check_numbers(call.description, values, length, longest, query_step(asked.options))
+        check_numbers(call.description, values, length, query_step(asked.options))
         if host_values.ASSERTIONS and not (
             call.description.has_cache or asked.options.softcap or call.scales
         ):
@@ -581,12 +581,11 @@ def run_call(
         read = modifier_tensors(slopes, read, sinks)
     values["softmax_scale"], values["modifiers"] = scale, read or None
     if not has_gradient:
-        out, lse = call.attend(values, longest, asked.returns_lse)
+        out, lse = call.attend(values, asked.returns_lse)
         return (out, lse) if asked.returns_lse else out
     if _are_functorch_transforms_active():
         check_differentiable(values, asked.options.pack_gqa)
     # In a third of the time that the class itself takes.
-    backward = tuple.__new__(
-        BackwardCall, (call.problem, longest, scale, asked.deterministic, call.prepare_backward)
-    )
+    rest = values["longest"], scale, asked.deterministic, call.prepare_backward
+    backward = tuple.__new__(BackwardCall, (call.problem, *rest))
     return attend_differentiably((call, values, backward, asked.returns_lse), q, k, v, *read)

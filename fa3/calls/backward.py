@@ -32,7 +32,6 @@ from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import (
     BackwardOperands,
     Gradients,
-    Wanted,
     execute_backward,
     gradient_of_sinks,
 )
@@ -152,7 +151,8 @@ class BackwardCall(NamedTuple):
         # The `PackedLengths`; of a dense call they are not read.
         lengths: Sequence[torch.Tensor | None],
         tensors: tuple[torch.Tensor, ...],  # of the spec's scores, mask and sinks, in this order
-        wanted: Wanted,  # the gradients that are used; on a GPU q, k and v have theirs together
+        wants_sinks: bool,
+        fp32_dkv: bool,  # whether dK and dV are in fp32
         dropout: Dropout | None,  # of the forward pass, where the spec has it
         dq: torch.Tensor | None = None,  # where kernels write dQ, see `PreparedBackward.launch`
     ) -> Gradients:
@@ -166,26 +166,25 @@ class BackwardCall(NamedTuple):
         packed = None if self.longest is None else PackedLengths(*lengths)
         is_empty = packed is not None and 0 in (packed.batch, *self.longest)
         if is_empty or not q.numel() or not k.numel() or (d_out is d_lse is None):
-            sinks = tensors[-1] if wanted.sinks else None
-            return without_keys(operands, packed, sinks, wanted.fp32_dkv)
+            sinks = tensors[-1] if wants_sinks else None
+            return without_keys(operands, packed, sinks, fp32_dkv)
         if q.is_cuda:
-            kind = self.deterministic, wanted.fp32_dkv
+            kind = self.deterministic, fp32_dkv
             if packed is not None:
                 (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
                 longest = min(self.longest[0], total_q)
                 rows = PackedRows(total_q, total_k, packed.batch, longest, heads_q, heads_kv)
                 kind += rows, packed.seqused_q is not None, packed.seqused_k is not None
             return self.prepare(*kind).launch(
-                operands, packed, self.softmax_scale, tensors, dropout, wanted.sinks, dq
+                operands, packed, self.softmax_scale, tensors, dropout, wants_sinks, dq
             )
         operands = operands._replace(
             d_out=torch.zeros_like(out) if d_out is None else d_out,
             d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
         )
         sequences = packed.sequences() if packed else None
-        return execute_backward(
-            self.problem, operands, self.softmax_scale, tensors, wanted, dropout, sequences
-        )
+        rest = tensors, wants_sinks, fp32_dkv, dropout, sequences
+        return execute_backward(self.problem, operands, self.softmax_scale, *rest)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,7 +301,7 @@ class DifferentiableAttention(torch.autograd.Function):
         """
         prepared, values, ctx.call, returns_lse = call
         lengths, ctx.dropout = lengths_of(values), values["dropout"]
-        out, lse = prepared.attend(values, ctx.call.longest, True)
+        out, lse = prepared.attend(values, True)
         ctx.set_materialize_grads(False)
         state = None if ctx.dropout is None else ctx.dropout.rng_state
         ctx.save_for_backward(state, *lengths, q, k, v, out, lse, *tensors)
@@ -322,9 +321,9 @@ class DifferentiableAttention(torch.autograd.Function):
             d_lse = in_memory("the gradient of the log-sum-exp", d_lse)
         if dropout is not None:
             dropout = dropout._replace(rng_state=saved[0])
-        lengths, tensors, needed = saved[1:5], tuple(saved[10:]), ctx.needs_input_grad
+        tensors, wants_sinks = tuple(saved[10:]), any(ctx.needs_input_grad[4:])
         operands = BackwardOperands(*saved[5:10], d_out, d_lse)
-        arguments = operands, lengths, tensors, Wanted(*needed[1:4], any(needed[4:])), dropout
+        arguments = operands, saved[1:5], tensors, wants_sinks, False, dropout
         # This refuses second derivatives (`create_graph`). If gradients are not recorded, there is
         # no second derivative to refuse, and a node would take the host as long as a launch.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():

@@ -106,6 +106,7 @@ OTHER_ARGUMENTS = (
 
 NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS)) | {
     "lse": None, "address_of_lse": 0, "seqlen_new": 0, "descales": None, "dropout": None,
+    "longest": None,  # max_seqlen_q and max_seqlen_k of packed keys
 }  # fmt: skip
 """What a call copies, and stores its arguments in: a new dictionary takes twice as long."""
 

@@ -79,7 +79,7 @@ from fa3.calls.options import (
 from fa3.calls.values import check_lengths, is_visible
 from fa3.complaints import not_an_object
 from fa3.problem import REMEMBERED, Problem, Window
-from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.reference.backward import BackwardOperands
 from fa3.reference.walker import PackedLengths
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -452,10 +452,10 @@ def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     scale = check_scale(call["softmax_scale"], q.shape[-1])
     prepare = preparation_of(problem, gpu_for_call(q.device, call["sm_margin"]))
     backward = BackwardCall(problem, longest, scale, call["deterministic"], prepare)
-    wanted = Wanted(sinks=sinks is not None, fp32_dkv=call["fp32_dkv"])
+    wanted = sinks is not None, call["fp32_dkv"]
     read = modifier_tensors(slopes, function_tensors, sinks)
     operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-    grads = backward.gradients(operands, lengths, read, wanted, dropout)
+    grads = backward.gradients(operands, lengths, read, *wanted, dropout)
     d_sinks = q.new_empty(0) if sinks is None else grads.sinks
     return grads.q, grads.k, grads.v, d_sinks
 

@@ -170,7 +170,6 @@ class PreparedAttention:
     def attend(
         self,
         values: dict[str, Any],  # of the call, by name; more are added
-        longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
         returns_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Append, write out or a new tensor; return it with log-sum-exp.
@@ -200,7 +199,6 @@ class PreparedAttention:
             if ends_q is None or ends_q.shape[0] > 1:
                 hide_all_keys(values)
             return out, lse
-        values["longest"] = longest
         self.kernels.attend(values)
         return out, lse
 

@@ -134,7 +134,6 @@ def check_numbers(
     call: AttentionCall,
     values: dict[str, Any],  # of the call; int32 tensors on the CPU become tensors on q's device
     length: object,  # of each sequence, a number; None if a tensor says it
-    longest: tuple[int, int] | None,  # max_seqlen_q and max_seqlen_k of packed keys
     query_step: int,  # 1 if each query has a rotary position of its own, 0 if they share one
 ) -> None:
     """Check what the host can see of the int32 tensors."""
@@ -145,7 +144,7 @@ def check_numbers(
         return
     if call.is_packed:
         rows = values["q"].shape[0], values["k"].shape[0]
-        check_lengths(lengths_of(values), rows, longest or (call.max_seqlen_q, LARGEST))
+        check_lengths(lengths_of(values), rows, values["longest"] or (call.max_seqlen_q, LARGEST))
     if call.kind == PACKED:
         return
     check_values(call, values_on_host(call, integers), query_step)

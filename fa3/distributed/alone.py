@@ -14,7 +14,7 @@ from fa3.calls.call import NO_VALUES, describe_tensors, prepare_without_lengths
 from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.options import PACKED, Options, check_scale
 from fa3.calls.prepare import prepare_call
-from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.reference.backward import BackwardOperands
 from fa3.running.memory import Table
 
 
@@ -61,7 +61,8 @@ class KeyPart:
         values["cu_seqlens_q"], values["cu_seqlens_k"] = self.ends
         values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks) or None
         values["softmax_scale"] = self.gradients.softmax_scale
-        return self.attention.attend(values, self.gradients.longest, True)
+        values["longest"] = self.gradients.longest
+        return self.attention.attend(values, True)
 
     def prepare(self, values: dict[str, Any]) -> None:
         """Check and prepare what `fa3.flash_attn_func` and `flash_attn_varlen_func` do."""
@@ -83,10 +84,10 @@ class KeyPart:
         The log-sum-exp may be of more keys. Autograd rounds gradients in float32."""
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
         operands = BackwardOperands(*tensors)
-        wanted = Wanted(sinks=sinks is not None, fp32_dkv=fp32_dkv)
+        wanted = sinks is not None, fp32_dkv
         read = modifier_tensors(slopes, (), sinks) or None
         lengths = *self.ends, None, None
-        grads = self.gradients.gradients(operands, lengths, read, wanted, None, dq)
+        grads = self.gradients.gradients(operands, lengths, read, *wanted, None, dq)
         if dq is not None and grads[0] is not dq:  # no kernel has run
             dq.copy_(grads[0])
         return grads

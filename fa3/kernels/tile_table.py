@@ -382,15 +382,13 @@ class TileTable(KernelBase):
         num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
         num_tiles = num_tiles if seqlen_q > call.short_queries else Int32(0)
         if cutlass.const_expr(self.is_of_keys):
-            sequence = Sequence(seqlen_q, seqlen_k, call.window)
-            num_tiles = self.parts(call, sequence, self.key_tiles(owned_k))
+            num_tiles = self.key_tiles(owned_k)
+            if cutlass.const_expr(self.has_lines):
+                sequence = Sequence(seqlen_q, seqlen_k, call.window)
+                num_tiles = self.parts_of_line(call, sequence, num_tiles)
+            else:
+                num_tiles = parts_of_last(call.block_parts, call.rise, num_tiles)
         return LaneSequence(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
-
-    def parts(self, call: TileTableArguments, sequence: Sequence, count) -> Int32:
-        """Parts of a sequence's `count` key tiles."""
-        if self.has_lines:
-            return self.parts_of_line(call, sequence, count)
-        return parts_of_last(call.block_parts, call.rise, count)
 
     @cute.jit
     def parts_of_line(self, call: TileTableArguments, sequence: Sequence, count: Int32) -> Int32:

@@ -24,24 +24,13 @@ from fa3.reference.walker import CPU, BlockRows, SequenceRows, Walker, batched
 QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128  # sizes of the blocks
 
 
-class Wanted(NamedTuple):
-    """The gradients that are wanted."""
-
-    q: bool = True
-    k: bool = True
-    v: bool = True
-    sinks: bool = True
-    # Whether dK and dV are wanted in fp32, to add up the gradients of several calls.
-    fp32_dkv: bool = False
-
-
 class Gradients(NamedTuple):
-    """The gradients of a call; None for what is unwanted or missing."""
+    """The gradients of a call."""
 
-    q: torch.Tensor | None
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    sinks: torch.Tensor | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None  # None if unwanted or missing
 
 
 class BackwardOperands(NamedTuple):
@@ -58,9 +47,6 @@ class BackwardOperands(NamedTuple):
     d_lse: torch.Tensor  # like lse, float32: the gradient of the log-sum-exp
 
 
-ALL_WANTED = Wanted()
-
-
 # As in the forward pass: 16 bits around a call leave its sums in 32.
 @torch.autocast("cpu", enabled=False)
 def execute_backward(
@@ -68,7 +54,8 @@ def execute_backward(
     operands: BackwardOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
-    wanted: Wanted = ALL_WANTED,
+    wants_sinks: bool = True,
+    fp32_dkv: bool = False,
     dropout: Dropout | None = None,
     sequences: list[SequenceRows] | None = None,
 ) -> Gradients:
@@ -77,7 +64,7 @@ def execute_backward(
     Args:
         problem: of the call; its scores must have a `derivative`.
         softmax_scale, tensors, dropout: as the forward pass took them.
-        wanted: of the sinks nothing is computed if there are none.
+        fp32_dkv: whether dK and dV are in fp32, to add up the gradients of several calls.
         sequences: the sequences, if they are packed.
 
     Returns:
@@ -94,7 +81,7 @@ def execute_backward(
     delta = (d_out.float() * out.float()).sum(dim=3).transpose(1, 2) - d_lse
     delta = delta.masked_fill(is_empty, 0.0)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=CPU)
-    dtype = torch.float32 if wanted.fp32_dkv else k.dtype
+    dtype = torch.float32 if fp32_dkv else k.dtype
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=CPU) for x in (k, v))
     dense = SequenceRows.dense(len(q), q.shape[1], k.shape[1])
     places = dense if sequences is None else sequences
@@ -124,15 +111,13 @@ def execute_backward(
         tile = place.entry_k, rows_of_tile, head_kv
         dk[tile], dv[tile] = acc_dK * softmax_scale, acc_dV
     d_sinks = None
-    if walk.sinks is not None and wanted.sinks:
+    if walk.sinks is not None and wants_sinks:
         parts = [slice(None)] if sequences is None else [slice(x.q.start, x.q.stop) for x in places]
         sinks = walk.sinks.float()
         sums = (gradient_of_sinks(sinks, lse[..., x], delta[..., x]) for x in parts)
         d_sinks = reduce(torch.add, sums).to(walk.sinks.dtype)
-    results = zip(wanted, ((dq * softmax_scale).to(q.dtype), dk, dv), operands, strict=False)
-    d_q, d_k, d_v = (
-        gradient.view(x.shape) if is_wanted else None for is_wanted, gradient, x in results
-    )
+    gradients = (dq * softmax_scale).to(q.dtype), dk, dv
+    d_q, d_k, d_v = (one.view(x.shape) for one, x in zip(gradients, operands, strict=False))
     return Gradients(d_q, d_k, d_v, d_sinks)
 
 
