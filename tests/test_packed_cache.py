@@ -128,10 +128,9 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero(monkeypatc
     numbers = [record for record, _, _ in written]
     count = plan.workspace.num_records
     assert len(set(numbers)) == len(numbers) < count and max(numbers) < count
-    assert plan.clears_records
     assert plan.memory.cleared == plan.workspace.numbers_of_records > 0
     # Elsewhere every record has a CTA that writes it.
-    assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
+    assert plan_of(True).memory.cleared == plan_of(False, num_splits=3).memory.cleared == 0
 
 
 NEW = 5

@@ -94,7 +94,9 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
         # What stands for an address under torch.compile compares with nothing. Asking only here
         # costs other calls no time.
         raise cannot_be_traced() if is_dynamo_compiling() else no_memory(name, tensor) from error
-    if is_low and is_offset(tensor, address):
+    # Meta tensors may have none: no kernel runs.
+    has_memory = is_low and not tensor.is_meta and tensor.numel()
+    if has_memory and address == tensor.storage_offset() * tensor.element_size():
         raise no_memory(name, tensor)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(
@@ -102,13 +104,6 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
             "torch.autograd.forward_ad.unpack_dual of it, without the tangent"
         )
     return address
-
-
-def is_offset(tensor: torch.Tensor, address: int) -> bool:
-    """Whether a tensor has no memory. Meta tensors may: no kernel runs."""
-    if tensor.is_meta or not tensor.numel():
-        return False
-    return address == tensor.storage_offset() * tensor.element_size()
 
 
 def no_memory(name: str, tensor: torch.Tensor) -> NotImplementedError:

@@ -38,11 +38,6 @@ def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan 
     return plan_forward(problem, gpu, ForwardConfig(**fields), schedule)
 
 
-def is_tuned(problem: Problem, gpu: Gpu) -> bool:
-    """Whether a tuned plan is known for a problem."""
-    return tuning_key(problem, gpu) in tuned_plans(gpu.name)
-
-
 def tuning_key(problem: Problem, gpu: Gpu) -> str:
     """Return what a tuned plan depends on, besides GPU and version."""
     settings = ", ".join(SETTINGS[name] for name in ("FA3_ROW_MAX", "FA3_FP8_SUMS"))

@@ -117,20 +117,6 @@ class DenseParts:
         return Row(o, lse, batch, query, head)
 
 
-class Exchange(NamedTuple):
-    """Shared memory through which groups that share a row exchange their sums."""
-
-    o: cute.Tensor
-    scalars: cute.Tensor
-
-    @classmethod
-    def allocate(cls) -> "Exchange":
-        smem = SmemAllocator()
-        o = cute.make_layout((QUAD, LANES, GROUPS), stride=(1, QUAD, COLUMNS))
-        scalars = cute.make_layout((2, GROUPS), stride=(1, 2))
-        return cls(*(smem.allocate_tensor(Float32, n, byte_alignment=16) for n in (o, scalars)))
-
-
 class CombineArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last."""
 
@@ -216,7 +202,13 @@ class Combine(KernelBase):
     @cute.kernel
     def kernel(self, source, mO: cute.Tensor, row_lse: RowLse, sinks):
         """`source` is the decode kernel's `Workspace`, or `DenseParts`."""
-        exchange = Exchange.allocate()
+        smem = SmemAllocator()
+        o = cute.make_layout((QUAD, LANES, GROUPS), stride=(1, QUAD, COLUMNS))
+        scalars = cute.make_layout((2, GROUPS), stride=(1, 2))
+        # Through it groups that share a row exchange their sums.
+        exchange = Sums(
+            *(smem.allocate_tensor(Float32, n, byte_alignment=16) for n in (o, scalars))
+        )
         if cutlass.const_expr(self.qhead_per_kvhead is not None):
             # Here, and not on the host: what the launch hands over is no constant any more.
             seqlen_q = None if self.is_packed else mO.shape[1]
@@ -237,7 +229,7 @@ class Combine(KernelBase):
                 nth += sets
 
     @cute.jit
-    def merge(self, source, parts: TileParts, nth, shift, exchange: Exchange, results: tuple):
+    def merge(self, source, parts: TileParts, nth, shift, exchange: Sums, results: tuple):
         """Merge a set of rows; 2 ** shift groups share each row."""
         mO, row_lse, sinks = results
         thread, _, _ = cute.arch.thread_idx()
@@ -262,7 +254,7 @@ class Combine(KernelBase):
             self.store(row, sums, mO, row_lse, sinks)
 
     @cute.jit
-    def add_groups(self, exchange: Exchange, sums: Sums, group, share):
+    def add_groups(self, exchange: Sums, sums: Sums, group, share):
         """Add up the sums of a row's groups, in the first one."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES

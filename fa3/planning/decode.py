@@ -314,12 +314,6 @@ class DecodePlan(PlanBase):
         """Size of the workspace for the parts and their records."""
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
 
-    @property
-    def clears_records(self) -> bool:
-        """Whether records must be zero before the launches.
-        There is one for each tile that a call may have; short sequences have fewer."""
-        return self.is_packed and isinstance(self.cut, FixedSplit)
-
     def launches(self) -> tuple[Launch, ...]:
         """Return the decode kernel, and the merging kernel where needed."""
         cut, combine, size = self.cut, self.combine(), self.workspace
@@ -355,7 +349,9 @@ class DecodePlan(PlanBase):
             return Memory(
                 (("counters", size.num_slots),), kept=(("workspace", numbers, "float32"),)
             )
-        cleared = size.numbers_of_records if self.clears_records else 0
+        # There is a record for each tile that a call may have; short sequences have fewer.
+        clears_records = self.is_packed and isinstance(self.cut, FixedSplit)
+        cleared = size.numbers_of_records if clears_records else 0
         return Memory(parts=(("workspace", numbers),) if numbers else (), cleared=cleared)
 
     @property
@@ -577,11 +573,12 @@ def most_of_whole_tiles(
     )
     tile_blocks = np.array([seen.end - seen.begin for seen in blocks], np.int64)
     ends = (tiles * tile_blocks).cumsum()
-    pieces = Chunks.even(int(ends[-1]), PlainDivisor(num_ctas))
+    total = int(ends[-1])
+    pieces = Chunks(total, PlainDivisor(num_ctas), total)
     cuts = pieces.begin(np.arange(num_ctas + 1))
     sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
     length = tile_blocks[sequence]
     begin = ends[sequence] - tiles * length
     # A piece goes on to where the next tile begins.
     cuts = begin + -((begin - cuts) // length) * length
-    return int(np.diff(cuts).max()), pieces.total
+    return int(np.diff(cuts).max()), total

@@ -58,10 +58,6 @@ class Chunks:
     end: int  # blocks that there are; with fewer than `total` the last pieces are shorter, or empty
 
     @classmethod
-    def even(cls, total, num_crews) -> "Chunks":
-        return cls(total, num_crews, total)
-
-    @classmethod
     def of_tiles(cls, total, num_crews, fewest, most) -> "Chunks":
         """Pieces of whole tiles, if they leave few crews idle.
         All tiles have as many blocks.
@@ -300,7 +296,7 @@ class Walk:
         """The pieces of a line whose tiles have `fewest` to `most` blocks."""
         if isinstance(self.cut, CtaGroups):
             return Chunks.of_tiles(total, self.num_crews, fewest, most)
-        return Chunks.even(total, self.num_crews)
+        return Chunks(total, self.num_crews, total)
 
     def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place

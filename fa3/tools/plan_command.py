@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.options import check_window, integer
-from fa3.calls.tuned_plans import is_tuned, plan_call
+from fa3.calls.tuned_plans import plan_call, tuned_plans, tuning_key
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.costs import Gpu, as_gpu
 from fa3.planning.decode import DecodePlan
@@ -63,7 +63,8 @@ def show_plan(options: argparse.Namespace) -> None:
         draw_tile_order(plan, options.png)
         text += f"\nPicture  {options.png}"
     print(text)
-    if options.call == "dense" and not options.schedule and is_tuned(problem, gpu):
+    is_tuned = tuning_key(problem, gpu) in tuned_plans(gpu.name)
+    if options.call == "dense" and not options.schedule and is_tuned:
         print("Tuned    The fastest plan that `fa3 tune` measured on this GPU.")
 
 
