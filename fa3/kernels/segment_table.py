@@ -24,11 +24,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.kernels.kernel_base import KernelBase
-from fa3.kernels.tile_table import MORE_BESIDE_SEGMENTS, TileTable, TileTableArguments, sum_in_warp
+from fa3.kernels.tile_table import MORE_BESIDE_SEGMENTS, TileTable, TileTableArguments
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import Divisor, either
 from fa3.primitives.shared_memory import SmemAllocator
-from fa3.primitives.vectors import store_words
+from fa3.primitives.vectors import store_words, sum_in_warp
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import END
 from fa3.schedules.ragged import RECORD, RaggedOrder, TileRecord

@@ -28,7 +28,6 @@ from fa3.primitives.ragged_lengths import sequence_of
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import store_words
 from fa3.primitives.wgmma import ROWS, WARP
-from fa3.problem import Window
 from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
 from fa3.schedules.shared_tiles import HALVES, MultiSequenceRecord, keys_seen
 from fa3.scores.masks import NO_SEQUENCE, ROW_RECORD, Band, RowRecord, Sequence
@@ -114,12 +113,11 @@ class MultiSequenceTable(KernelBase):
     def record_of_row(self, call: TileTableArguments, row: Int32) -> RowRecord:
         """The record of a row of q, or past the last one."""
         queries, keys = call.queries, call.keys
-        window = Window(call.window_left, call.window_right)
         batch = sequence_of(queries.cu, row, queries.num_sequences)
         begin_q, seqlen_q = queries.read(batch)
         begin_k, seqlen_k = keys.read(batch)
         query = row - begin_q
-        sequence = Sequence(seqlen_q, seqlen_k, window)
+        sequence = Sequence(seqlen_q, seqlen_k, call.window)
         first_key, end_key = keys_seen(query, sequence, begin_k, self.band)
         is_used = query >= 0 and query < seqlen_q
         return RowRecord(

@@ -36,6 +36,7 @@ from fa3.primitives.gradient_parts import find_part, parts_of_last
 from fa3.primitives.key_line import KeyLine
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.shared_memory import SmemAllocator
+from fa3.primitives.vectors import sum_in_warp
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
 from fa3.schedules.ragged import (
@@ -477,16 +478,6 @@ class TileTable(KernelBase):
         blocks = [find(tile * rows, rows, columns, sequence) for tile in (Int32(0), last)]
         work = cutlass.max(*(one.end - one.begin for one in blocks)) >> call.shift
         return AMOUNTS - 1 - cutlass.min(work, AMOUNTS - 1)
-
-
-@cute.jit
-def sum_in_warp(number: Int32) -> Int32:
-    """The sum of the numbers of all lanes up to this one."""
-    lane, upto = cute.arch.lane_idx(), number
-    for shift in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
-        upto = upto + below if lane >= 1 << shift else upto
-    return upto
 
 
 @cute.jit

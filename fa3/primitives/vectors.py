@@ -1,4 +1,4 @@
-"""Vectors of 16 bytes, the most that a thread moves at once."""
+"""Vectors of 16 bytes, which a thread moves at once; warp sums."""
 
 import cutlass
 import cutlass.cute as cute
@@ -33,3 +33,13 @@ def store_words(words: tuple, target: cute.Pointer):
     for i in cutlass.range_constexpr(len(words)):
         values[i] = words[i]
     cute.autovec_copy(values, cute.make_tensor(target.align(16), cute.make_layout(len(words))))
+
+
+@cute.jit
+def sum_in_warp(number):
+    """The sum of the numbers of all lanes up to this one."""
+    lane, upto = cute.arch.lane_idx(), number
+    for shift in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
+        upto = upto + below if lane >= 1 << shift else upto
+    return upto

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from fa3.primitives.vectors import sum_in_warp
 from fa3.primitives.wgmma import ROWS_OF_WARP, WARP, WARPS
 from fa3.schedules.dynamic import Dynamic
 from fa3.schedules.order import TileOrder
@@ -165,11 +166,7 @@ class RecomputeTiles(Dynamic):
         bits = Int32(0)
         if group + lane < self.marks.num_groups:
             bits = self.counters[self.marks.group(group + lane)]
-        upto = Int32(cute.arch.popc(bits))
-        for i in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, 1 << i)
-            upto = upto + other if lane >= 1 << i else upto
-        return bits, upto
+        return bits, sum_in_warp(Int32(cute.arch.popc(bits)))
 
     @cute.jit
     def find(self, bits: Int32, upto: Int32, number: Int32, group: Int32) -> Int32:

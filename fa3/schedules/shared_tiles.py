@@ -13,11 +13,9 @@ a tile that has rows of one sequence only (`fa3.schedules.recompute.RecomputeRag
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from cutlass import Int32
-
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.wgmma import ROWS
-from fa3.schedules.ragged import RaggedOrder, RaggedTiles
+from fa3.schedules.ragged import RaggedOrder, RaggedTiles, TableOrder
 from fa3.scores.masks import Band, Sequence
 
 HALVES = 2
@@ -88,8 +86,7 @@ class MultiSequenceOrder(RaggedOrder):
 
     record_type: ClassVar[type] = MultiSequenceRecord
 
-    def tile_of(self, index, number, record) -> tuple[Int32, MultiSequenceRecord]:
-        return index - number * self.heads.value, record
+    tile_of = TableOrder.tile_of
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from fa3.primitives.arithmetic import Divisor, PlainDivisor, larger, smaller
+from fa3.primitives.vectors import sum_in_warp
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import Part, Segment, Tile
 
@@ -387,7 +388,7 @@ class Walk:
                 blocks += number(self.tiles(length)) * tile_blocks
                 if cutlass.const_expr(isinstance(self.cut, CtaGroups)):
                     fewest, most = cutlass.min(fewest, tile_blocks), cutlass.max(most, tile_blocks)
-            upto = sum_up_to(blocks)
+            upto = sum_in_warp(blocks)
             if total < 0:
                 total, end = self.total(upto, fewest, most)
             target = Chunks(total, self.num_crews, end).begin(self.crew.number) - batch_begin
@@ -408,7 +409,7 @@ class Walk:
         blocks = self.number(self.tiles(length)) * tile_blocks
         # The other lanes have the last sequence's length.
         blocks = blocks if is_one else self.number(0)
-        upto = sum_up_to(blocks)
+        upto = sum_in_warp(blocks)
         total, end = self.total(upto, tile_blocks, tile_blocks)
         pieces = Chunks(total, self.num_crews, end)
         before, batch_begin = range_of(pieces.begin(self.crew.number), blocks, upto)
@@ -432,16 +433,6 @@ class Walk:
             fewest = cute.arch.warp_redux_sync(fewest, "min")
             most = cute.arch.warp_redux_sync(most, "max")
         return self.pieces(end, fewest, most).total, end
-
-
-@cute.jit
-def sum_up_to(blocks):
-    """The sum of the blocks of this lane and those before."""
-    lane = cute.arch.lane_idx()
-    for shift in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(blocks, 1 << shift, mask_and_clamp=0)
-        blocks = blocks + below if lane >= 1 << shift else blocks
-    return blocks
 
 
 @cute.jit

@@ -63,8 +63,8 @@ def show_plan(options: argparse.Namespace) -> None:
         draw_tile_order(plan, options.png)
         text += f"\nPicture  {options.png}"
     print(text)
-    is_tuned = tuning_key(problem, gpu) in tuned_plans(gpu.name)
-    if options.call == "dense" and not options.schedule and is_tuned:
+    is_planned = options.call == "dense" and not options.schedule
+    if is_planned and tuning_key(problem, gpu) in tuned_plans(gpu.name):
         print("Tuned    The fastest plan that `fa3 tune` measured on this GPU.")
 
 
