@@ -163,6 +163,18 @@ def test_no_dropout_is_none():
     assert torch.equal(*outs) and all(map(torch.equal, found, expected))
 
 
+def test_gradients_do_not_depend_on_the_default_dtype():
+    inputs = [x.requires_grad_() for x in make_operands(PROBLEMS[1])]
+    out, found = fa3.flash_attn_func(*inputs, **on("cpu")), []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(torch.autograd.grad(out, inputs, out.detach(), retain_graph=True))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, *found))
+
+
 def test_a_plan_knows_whether_there_is_dropout():
     problem = make_problem(1, 70, 70, 1)
     q, k, v = make_operands(problem)
