@@ -12,6 +12,7 @@ read the same keys one by one. In the decode kernel these heads share a tile, wh
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -177,7 +178,7 @@ class Sizes(NamedTuple):
         return max(1, -(-keys // TILE_N))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodePlan(PlanBase):
     """How calls of one shape run, for any lengths.
 
@@ -257,20 +258,20 @@ class DecodePlan(PlanBase):
         except (NotImplementedError, ValueError):
             return None
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """Sizes of a call."""
         problem = self.problem
         heads = problem.num_heads_kv, problem.qhead_per_kvhead
         return Sizes(problem.batch, problem.seqlen_q, *heads, problem.seqlen_k)
 
-    @property
+    @cached_property
     def window(self) -> Window:
         """The bounds of the window as kernels get them."""
         window = self.problem.window
         return window if self.cache.is_packed else self.sizes.bounds(window)
 
-    @property
+    @cached_property
     def spec(self) -> AttentionSpec:
         """What kernels are compiled for, besides their tiling."""
         spec = self.problem.spec
@@ -309,7 +310,7 @@ class DecodePlan(PlanBase):
         ratio = self.sizes.qhead_per_kvhead
         return Combine(spec.dtype, spec.head_dim_v, ratio, spec.sinks, self.is_packed)
 
-    @property
+    @cached_property
     def workspace(self) -> WorkspaceSize:
         """Size of the workspace for the parts and their records."""
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
@@ -380,8 +381,7 @@ class DecodePlan(PlanBase):
 
     @property
     def all_kernels(self) -> list[Any]:
-        # The dataclass with slots is another class than the one `super()` would look for.
-        return ["append"] * self.appends + super(DecodePlan, self).all_kernels
+        return ["append"] * self.appends + super().all_kernels
 
     def sentences(self) -> dict[str, str]:
         prediction, sizes, config = self.predict(), self.sizes, self.kernel().config
