@@ -163,16 +163,13 @@ def test_no_dropout_is_none():
     assert torch.equal(*outs) and all(map(torch.equal, found, expected))
 
 
-def test_gradients_do_not_depend_on_the_default_dtype():
+def test_gradients_do_not_depend_on_the_default_dtype(request):
     inputs = [x.requires_grad_() for x in make_operands(PROBLEMS[1])]
-    out, found = fa3.flash_attn_func(*inputs, **on("cpu")), []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.set_default_dtype(dtype)
-        try:
-            found.append(torch.autograd.grad(out, inputs, out.detach(), retain_graph=True))
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, *found))
+    out = fa3.flash_attn_func(*inputs, **on("cpu"))
+    expected = torch.autograd.grad(out, inputs, out.detach(), retain_graph=True)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    assert all(map(torch.equal, torch.autograd.grad(out, inputs, out.detach()), expected))
 
 
 def test_a_plan_knows_whether_there_is_dropout():

@@ -100,7 +100,7 @@ def execute_backward(
             scores, kept, slope = walk.logits(
                 rows, positions, q_block, k_tile, softmax_scale, is_masked, has_slope=True
             )
-            kept = kept if dropout is None else kept.float() / dropout.kept
+            kept = kept if dropout is None else kept / dropout.kept
             p = torch.exp2((scores - lse[batch, head, queries, None]) * LOG2_E)
             acc_dV += walk.rounded(p * kept).T @ d_out_block
             dP = d_out_block @ v_tile.T * kept

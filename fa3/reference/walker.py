@@ -353,7 +353,7 @@ class Walker:
             if self.function is not None:
                 seen = seen & apply_mask(self.function, at, seen.shape)
             values = values.masked_fill(~seen, -torch.inf)
-        return values, 1.0 if self.dropout is None else self.dropout.keeps(at), slope
+        return values, 1.0 if self.dropout is None else self.dropout.keeps(at).float(), slope
 
     def rounded(self, operand: torch.Tensor) -> torch.Tensor:
         """An operand of a product as the tensor cores would get it."""
