@@ -28,7 +28,7 @@ from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import values_on_host
 from fa3.kernels.decode import Decode
 from fa3.kernels.segment_table import SegmentTable
-from fa3.kernels.tile_table import TileTableArguments
+from fa3.kernels.tile_table import TileTableArguments, words_of_table
 from fa3.planning import decode as planning
 
 DTYPES = ("bfloat16", "float16")
@@ -533,16 +533,16 @@ def test_more_key_blocks_than_32_bits_count(device):
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_equal_queries_have_lasting_ends(is_captured, monkeypatch):
     """Made once. What is made during a capture lies in the graph's memory, and is not kept.
-    Calls that follow each other write their tables to the same memory."""
+    Segments of later calls lie in the same memory; a table's size says how many tiles there are."""
     q, k = torch.zeros(3, 512, 8, 128).bfloat16(), torch.zeros(3, 8192, 1, 128).bfloat16()
     with noting_launches() as notes:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
-        for _ in range(2):
-            flash_attn_with_kvcache(q, k, k, causal=True)
-    tables = [given for kernel, given in notes.launches if isinstance(kernel, SegmentTable)]
-    tables = [TileTableArguments(*given) for given in tables]
-    assert tables[0].table is tables[1].table and tables[0].segments is tables[1].segments
-    ends = [one.cu_seqlens_q for one in tables]
+        for batch in (3, 3, 1):
+            flash_attn_with_kvcache(q[:batch], k[:batch], k[:batch], causal=True)
+    tables = [TileTableArguments(*x) for one, x in notes.launches if isinstance(one, SegmentTable)]
+    assert len({id(one.segments) for one in tables}) == 1
+    assert all(one.table.shape == (words_of_table(one.capacity),) for one in tables)
+    ends = [one.cu_seqlens_q for one in tables[:2]]
     assert len(ends) == 2 and (ends[0] is ends[1]) != is_captured
     assert all(one.tolist() == [0, 512, 1024, 1536] for one in ends)
 

@@ -81,7 +81,7 @@ class Prepared:
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.run(values)
-        counters, parts, kept, cleared = self.memory
+        counters, parts, kept, tables, cleared = self.memory
         if self.numbers is not None:
             values |= self.numbers
         stream_memory: Any = None
@@ -100,6 +100,9 @@ class Prepared:
                 if "address_of_counters" in self.names:
                     # The decode kernel takes an address.
                     values["address_of_counters"] = values["counters"].data_ptr()
+        for name, count in tables:
+            # Of the lengths' dtype: to name another one takes torch 0.2 us.
+            values[name] = values["cu_seqlens_q"].new_empty(count)
         for name, count in parts:
             values[name] = q.new_empty(count, dtype=torch.float32)
         if cleared:
@@ -215,7 +218,6 @@ class PackedCall:
             return
         if prepared is not None:
             if route.name == routes.SHARED:
-                # Of the lengths' dtype: to name another one takes torch 0.2 us.
                 new_empty = values["cu_seqlens_q"].new_empty
                 num_rows = prepared.numbers["num_tiles"] * signature.shared_tiling.tile_m
                 values["rows"] = rows = new_empty(num_rows, ROW_RECORD)
@@ -241,7 +243,7 @@ def prepared_for(
     if route.name == routes.DECODE:
         # Alone, it knows the capacity of a cache.
         return prepared if signature.cache else replace(prepared, numbers=numbers)
-    num_sms, memory, tables = signature.gpu.num_sms, prepared.memory, {}
+    num_sms, memory = signature.gpu.num_sms, prepared.memory
     # Of a cache, each sequence has room for so many keys.
     numbers |= {"total_q": total_q, "total_k": most_keys if signature.cache else total_k}
     if route.name == routes.SHARED:
@@ -251,7 +253,7 @@ def prepared_for(
             "num_clusters": min(num_sms, num_tiles * heads),
             "num_recompute": min(num_sms, batch * heads),
         }
-        tables = {"tiles": words_of_table(num_tiles), "table": words_of_table(batch)}
+        tables = [("tiles", words_of_table(num_tiles)), ("table", words_of_table(batch))]
         memory = Memory((("marks", words_of_marks(batch * heads)),))
     else:
         tile_m, tile_n = signature.config.tile_m, signature.config.tile_n
@@ -266,17 +268,17 @@ def prepared_for(
             "num_clusters": num_ctas,
             "num_recompute": num_ctas,
         }
-        tables = {"table": words_of_table(capacity)}
+        tables = [("table", words_of_table(capacity))]
         if "segments" in prepared.names:
             num_slots = most_slots(num_tiles, num_sms)
             memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
             memory = memory._replace(parts=prepared.memory.parts)
-            tables["segments"] = segment_rows(num_tiles) * num_sms * FIELDS
+            segments = "segments", segment_rows(num_tiles) * num_sms * FIELDS, "int32"
+            memory = memory._replace(kept=(*memory.kept, segments))
             numbers |= {"heads": heads, "num_slots": num_slots, "num_clusters": num_sms}
         marks = [("marks", words_of_marks(num_tiles))] * ("marks" in prepared.names)
         memory = memory._replace(counters=(*memory.counters, *marks))
-    kept = *memory.kept, *[(name, count, "int32") for name, count in tables.items()]
-    return replace(prepared, memory=memory._replace(kept=kept), numbers=numbers)
+    return replace(prepared, memory=memory._replace(tables=tuple(tables)), numbers=numbers)
 
 
 class EqualQueries(NamedTuple):

@@ -9,7 +9,7 @@ launch until it has issued its last one:
 
 Then the next call on the same stream may take them, since its launches run later. A call of another
 thread in between gets other counters, and an interrupted call's counters are not used again.
-To allocate the memory of parts and tables anew takes the host 1 us each: a stream keeps that, too.
+To allocate the memory of parts and segments anew takes the host 1 us each: a stream keeps that.
 
 In a captured graph, launches of one stream run one after another, but the graph may overlap
 anything else: each capture has its own counters. What captured launches read is held by
