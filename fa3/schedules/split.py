@@ -8,7 +8,6 @@ Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
 import bisect
-import functools
 import heapq
 import itertools
 import operator
@@ -264,9 +263,7 @@ class SplitTiles(TableSchedule):
     splits: ClassVar[bool] = True
     name: ClassVar[str] = "split"
 
-    # Cached: the planner cuts to predict a time, then again for the plan that it chose.
     @classmethod
-    @functools.lru_cache(maxsize=4)
     def make(cls, tiled) -> "SplitTiles":
         """Cut a tiled problem for all clusters, by its tiles' costs."""
         ranges = KeyRanges.of(tiled.blocks_of_tiles(), tiled.costs)
