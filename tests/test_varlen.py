@@ -42,8 +42,8 @@ import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import attention
 from fa3.calls.call import LENGTHS_OF_PACKED
+from fa3.calls.execution import Prepared, prepared_for
 from fa3.planning.backward import most_keys_unzeroed
-from fa3.planning.launch import NO_MEMORY
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 
@@ -69,14 +69,18 @@ def on_gpu(call: dict) -> dict:
 def launches(monkeypatch) -> list[dict]:
     """Have calls on CPU tensors launched as if they were on a GPU; return their values."""
     launched, prepare = [], attention.prepare_call
-    prepared = SimpleNamespace(
-        run=lambda values, memory: launched.append(values), memory=NO_MEMORY, names=()
-    )
-    gpu = {"prepared": lambda name, most_queries: prepared}
 
     def prepare_on_gpu(*key):
         call = prepare(*key)
-        return replace(call, kernels=replace(call.kernels, **gpu), has_host_integers=False)
+        kernels = call.kernels
+
+        def find(sizes):
+            route, _ = kernels.find(sizes)
+            made = prepared_for(sizes, Prepared((), frozenset()), kernels.signature, route)
+            run = lambda values: launched.append(values | made.numbers)  # noqa: E731
+            return route, SimpleNamespace(run=run, numbers=made.numbers)
+
+        return replace(call, kernels=replace(kernels, find=find), has_host_integers=False)
 
     monkeypatch.setattr(attention, "prepare_call", prepare_on_gpu)
     return launched

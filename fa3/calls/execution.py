@@ -183,7 +183,8 @@ class PackedCall:
                 memory = signature.decode_plan(most_queries, name != routes.DECODE).memory
             return Prepared.of(launches, memory)
 
-        @functools.lru_cache(maxsize=REMEMBERED)
+        # The latest: layers of a model share sizes, and most steps have others.
+        @functools.lru_cache(maxsize=1)
         def find(sizes: PackedSizes) -> tuple[Route, Prepared | None]:
             route = routes.choose_route(signature, sizes)
             if not on_gpu or route.name in (routes.NOTHING, routes.ZEROS):
