@@ -71,14 +71,12 @@ def launches(monkeypatch) -> list[dict]:
     launched, prepare = [], attention.prepare_call
 
     def prepare_on_gpu(*key):
-        call = prepare(*key)
-        kernels = call.kernels
+        kernels = (call := prepare(*key)).kernels
 
         def find(sizes):
             route, _ = kernels.find(sizes)
             made = prepared_for(sizes, Prepared((), frozenset()), kernels.signature, route)
-            run = lambda values: launched.append(values | made.numbers)  # noqa: E731
-            return route, SimpleNamespace(run=run, numbers=made.numbers)
+            return route, SimpleNamespace(run=lambda call: launched.append(call | made.numbers))
 
         return replace(call, kernels=replace(kernels, find=find), has_host_integers=False)
 
