@@ -4,6 +4,7 @@ Only the GPU knows their lengths.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 from fa3.kernels.backward import Backward, BackwardPass
@@ -21,11 +22,14 @@ from fa3.planning.backward import (
     rows_in_l2,
 )
 from fa3.planning.key_split import (
+    MORE_QUERY_HEADS,
     MOST_LINES,
+    MOST_QUERY_HEADS,
     KeyShares,
     KeyTileWork,
     accumulators_of_line,
     choose_shares,
+    lines_of_group,
     most_parts_of,
     share_lines,
 )
@@ -58,6 +62,11 @@ and dQ of the longest sequence. The latter with several query heads of a CTA: CT
 that all of them count. 4 kept 0.90 instead of 0.54 of the plain speed with 64/8 heads, and 8 was 1
 to 7% faster in 14 shapes. Not for one query head where key tiles are a block apart: they would wait
 for one another, which cost up to 15% (docs/experiments.md)."""
+
+LINES_IN_L2 = 2
+"""Times what L2 holds of Q, dO and dQ of all sequences that lines which run at the same time may
+have, with a bound to the right. With 1.3 times L2 they beat equal parts, with 2.7 times those were
+18 and 22% faster (docs/experiments.md)."""
 
 DIGITS = 3  # binary digits of what is rounded of packed sequences
 
@@ -194,14 +203,21 @@ def shares_of_lengths(
         limits = heads_in_lines(spec, sequences[0].seqlen_q), MOST_LINES, (blocks, most_parts)
         shares = share_lines(tuple(lines), heads_kv, group, num_sms, *limits)
         if shares is not None:
-            return shares
+            heads = group // shares.head_parts
+            at_once = heads * lines_of_group(heads_kv * shares.head_parts, heads, limits[0])
+            queries = sum(n * one.seqlen_q for n, one in zip(counts, sequences, strict=True))
+            if not spec.mask.right or at_once * queries <= LINES_IN_L2 * rows_in_l2(spec):
+                return shares
     for one, count in zip(sequences, counts, strict=True):
         tiles += count * key_tiles_of(spec, config, one, is_ordered)
     if not is_ordered:
         tiles.sort(reverse=True)
     waits = is_ordered or sequences[0].seqlen_k <= most_keys_unzeroed(sequences[0].window)
     sizes = tuple(tiles), heads_kv, group, num_sms, most_parts
-    return choose_shares(*sizes, is_ordered, waits, drifts=is_ordered and spec.mask.right)
+    most_heads = MOST_QUERY_HEADS if is_ordered else MORE_QUERY_HEADS
+    return choose_shares(
+        *sizes, is_ordered, waits, most_heads=most_heads if spec.mask.right else math.inf
+    )
 
 
 def rounded_length(length: int) -> int:

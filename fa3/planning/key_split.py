@@ -48,6 +48,11 @@ MOST_QUERY_HEADS, COST_OF_QUERY_HEADS = 2, 1.2
 """Most query heads of a CTA there without this factor of time. With four or more, CTAs drift apart:
 then Q, dO and dQ do not fit into L2."""
 
+MORE_QUERY_HEADS = 7
+"""The same for packed sequences in any order with a bound to the right. Two parts of eight heads
+gained 8 to 27%. Two parts of four gained 3% in one shape and lost 6 to 8% in three
+(docs/experiments.md)."""
+
 COST_OF_REST = 3.0
 """What it costs a choice of head groups that the last one is smaller, for each missing part of all
 heads. An odd number of groups costs 1, and so do groups with e times as many tiles as wanted."""
@@ -161,14 +166,13 @@ def choose_shares(
     is_ordered: bool,
     waits: bool,  # whether key tiles wait for one another: for their turn, or for a first store
     waves: Waves | None = None,  # of a fixed order in which head groups may alternate; else None
-    drifts: bool = False,  # whether CTAs with many query heads drift apart, as they do with `waves`
+    most_heads: float = math.inf,  # query heads of a CTA with which CTAs do not drift apart
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by when the last CTA ends."""
-    drifts = drifts or waves is not None
+    most_heads = most_heads if waves is None else MOST_QUERY_HEADS
 
     def cost(shares: KeyShares) -> float:
-        has_many = group > shares.parts * MOST_QUERY_HEADS
-        factor = COST_OF_QUERY_HEADS if drifts and has_many else 1.0
+        factor = COST_OF_QUERY_HEADS if group > shares.parts * most_heads else 1.0
         return factor * time_of(tiles, heads, group, num_sms, shares, waves)
 
     whole, *ways = ways_to_share(tiles, group, num_sms / heads, is_ordered, waits)

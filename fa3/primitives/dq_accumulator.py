@@ -14,10 +14,9 @@ What an accumulator starts with, and the order in which key tiles add, is one of
                   other CTA before it has stored, so there is no deadlock.
     ordered       Key tiles add in a fixed order, so that the bits never change. A semaphore for
                   each query tile counts the key tiles that have added. The first one in the order
-                  stores. Only packed sequences without lines start with zeros, since tiles of
-                  unused keys add at any time. CTAs take key tiles in the same order, so each tile
-                  that is waited for is done or runs. A warp other than the reduce warp raises
-                  semaphores: a release takes long.
+                  stores. CTAs take key tiles in the same order, so each tile that is waited for is
+                  done or runs. A warp other than the reduce warp raises semaphores: a release takes
+                  long.
 
 Without a fixed order, short sequences have no zeros: writing and reading them took up to a fifth of
 the backward pass. In long sequences key tiles keep step, and the first one would hold up the others
