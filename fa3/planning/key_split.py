@@ -50,7 +50,7 @@ then Q, dO and dQ do not fit into L2."""
 
 MORE_QUERY_HEADS = 7
 """The same for packed sequences in any order with a bound to the right. Two parts of eight heads
-gained 8 to 27%. Two parts of four gained 3% in one shape and lost 6 to 8% in three
+gained 8 to 27%. Two parts of four gained 4% in one shape and lost 5 to 6% in three
 (docs/experiments.md)."""
 
 COST_OF_REST = 3.0
