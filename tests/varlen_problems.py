@@ -1,5 +1,6 @@
 """Calls on packed sequences that tests draw, their tensors, and what should come of them."""
 
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -13,7 +14,7 @@ from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
 
 import fa3
-from fa3.calls.execution import PackedCall, PreparedPlan
+from fa3.calls.execution import EqualQueries, PackedCall, PreparedPlan
 from fa3.planning import routes
 from fa3.planning.costs import H200
 from fa3.planning.routes import CACHE, DECODE, PACKED, Signature
@@ -94,8 +95,8 @@ def note_attending(monkeypatch) -> list:
     alone, "beside" where it has other sequences than the forward kernel, "forward"."""
     found: list = []
 
-    def of_packed(call, values):
-        route, _ = call.find(call.sizes(values))
+    def of_packed(call, sizes):
+        route, _ = call.find(sizes)
         if route.name == DECODE:
             plan = call.signature.decode_plan(route.most_queries, False)
             found.append(plan.sizes.seqlen_q)
@@ -111,7 +112,8 @@ def note_attending(monkeypatch) -> list:
 
         monkeypatch.setattr(kind, "attend", noted)
 
-    watch(PackedCall, of_packed)
+    watch(PackedCall, lambda call, values: of_packed(call, call.sizes(values)))
+    watch(EqualQueries, lambda call, _: call.prepared and of_packed(call.packed, call.sizes))
     watch(PreparedPlan, lambda call, *given: found.append(call.plan.sizes.seqlen_q))
     return found
 
@@ -125,7 +127,7 @@ def signature_with(spec: AttentionSpec, **fields: object) -> Signature:
 def forget_routes(monkeypatch) -> None:
     """Have calls choose their route anew each time, by rules that a test has changed."""
     find = PackedCall.find
-    anew = property(lambda call: find.__get__(call).__wrapped__, find.__set__)
+    anew = property(lambda call: inspect.unwrap(find.__get__(call)), find.__set__)
     monkeypatch.setattr(PackedCall, "find", anew)
 
 
