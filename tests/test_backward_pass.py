@@ -29,12 +29,7 @@ from fa3.planning.backward_packed import (
     shares_of_packed,
 )
 from fa3.planning.costs import H200
-from fa3.planning.key_split import (
-    MOST_PARTS_OF_SM,
-    KeyShares,
-    cuts_of_line,
-    most_parts_of_line,
-)
+from fa3.planning.key_split import MOST_PARTS_OF_SM, KeyShares, cuts_of_line, most_parts_of_line
 from fa3.primitives import key_line
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.gradient_parts import (

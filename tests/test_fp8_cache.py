@@ -1,6 +1,7 @@
 """Caches in FP8, with queries in 16 bits and in FP8, on the CPU and on a Hopper GPU."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from fa3.planning import routes
 from fa3.planning.decode import Sizes, config_of, ctas_of_call
 from fa3.planning.tilings import converting_tiling
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.fp8_blocks import ConvertedPipeline
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.ragged import RaggedTiles
@@ -519,16 +521,26 @@ def test_two_ctas_share_an_sm_where_they_fit():
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("head_dim", "page_size", "dtype"),
-    [(64, 64, "float16"), (128, 64, "bfloat16"), (256, 16, "bfloat16"), (256, 16, "float16")],
+    ("head_dims", "page_size", "dtype"),
+    [((64, 64), 64, "float16"), ((128, 128), 64, "bfloat16"), ((224, 256), 16, "float16")]
+    + [((256, 256), 16, dtype) for dtype in ("bfloat16", "float16")],
+    ids=str,
 )
-def test_forward_kernel_converts(head_dim, page_size, dtype):
-    """To fp16, one instruction for two values, and without spills."""
-    spec = AttentionSpec(dtype, head_dim, head_dim, Band(right=True))
+def test_forward_kernel_converts(head_dims, page_size, dtype, monkeypatch):
+    """To fp16, by one instruction for two values. Warps acquire all stages that they commit."""
+    calls = Counter()
+    for method in (ConvertedPipeline.producer_acquire, ConvertedPipeline.producer_commit):
+
+        def counted(pipe, state, method=method):
+            calls[method] += 1
+            method(pipe, state)
+
+        monkeypatch.setattr(ConvertedPipeline, method.__name__, counted)
+    spec = AttentionSpec(dtype, *head_dims, Band(right=True))
     cache = CacheLayout(page_size, is_fp8=True)
-    kernel = Forward(spec, converting_tiling(spec), RaggedTiles, cache=cache)
-    report = report_of(kernel)
+    report = report_of(Forward(spec, converting_tiling(spec), RaggedTiles, cache=cache))
     assert report.count("F2FP.F16.E4M3.UNPACK_B") > 0 and report.count("HADD2.F32") == 0
+    assert len(calls) == 2 and len(set(calls.values())) == 1
 
 
 def test_tilings_of_the_forward_kernel_on_fp8_caches_fit():

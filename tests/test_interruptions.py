@@ -73,16 +73,11 @@ def attends(*given) -> None:
 
 
 def marks_rows(*given) -> None:
-    """Has counters for its schedule, and marks what is to be computed again."""
+    """Has counters for its schedule or for parts of tiles, and marks what is to be computed again.
+    It leaves counters of parts as it found them."""
     given = ForwardArguments(*given)
-    assert not given.schedule_state.any() and not given.marks.any()
-    given.marks.fill_(1)
-
-
-def merges_parts(*given) -> None:
-    """Has counters for parts of tiles, which it leaves as it found them, and marks rows."""
-    given = ForwardArguments(*given)
-    assert not given.part_counters.any() and not given.marks.any()
+    counters = given.schedule_state if given.part_counters is None else given.part_counters
+    assert not counters.any() and not given.marks.any()
     given.marks.fill_(1)
 
 
@@ -105,9 +100,8 @@ def stub_of(kernel: object) -> Callable:
         return attends
     if not isinstance(kernel, Forward):
         return makes_table
-    if kernel.schedule_type in (RecomputeTiles, RecomputeRaggedTiles):
-        return computes_again
-    return merges_parts if kernel.schedule_type.splits else marks_rows
+    computes = kernel.schedule_type in (RecomputeTiles, RecomputeRaggedTiles)
+    return computes_again if computes else marks_rows
 
 
 SPEC = AttentionSpec("bfloat16", 64, 64, Band())

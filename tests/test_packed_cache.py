@@ -252,8 +252,7 @@ def test_equal_queries_are_as_packed(kind, where, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("heads", "most"),
-    [(1, MOST_RAGGED_ROWS), (128, MOST_FORWARD_TILES // 128 * FEWEST_ROWS - 1)],
+    ("heads", "most"), [(1, MOST_RAGGED_ROWS), (128, MOST_FORWARD_TILES // 128 * FEWEST_ROWS - 1)]
 )
 def test_queries_are_packed_as_long_as_32_bits_count_rows_and_tiles(heads, most):
     cache = operand(1, 8, 1, 8)

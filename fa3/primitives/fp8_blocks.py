@@ -92,6 +92,9 @@ class BlockConverter(BlockRewriter):
         pieces, states = range(0, columns, width), (from_state, to_state)
         begins = tuple((self.warp * groups + i) * rows for i in range(groups))
         self.convert(pieces, begins, *states, acquires=True)
+        if cutlass.const_expr(groups == 0):
+            # Each warp commits the stage, also one without a group.
+            self.ring.pipe.producer_acquire(to_state)
         if cutlass.const_expr(rest):  # noqa: SIM102, joined both would be traced
             if self.warp < rest:
                 left_over = (self.warps * groups + self.warp) * rows
