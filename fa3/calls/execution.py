@@ -60,8 +60,8 @@ class Prepared:
     launchers: tuple[Callable[[dict[str, Any]], object], ...]  # take a call's values
     names: frozenset[str]  # of the values that kernels take
     memory: Memory = NO_MEMORY
-    table: Table | None = None  # that the first kernel reads, and the value that it becomes
-    name_of_table: str = "schedule_state"
+    table: Table | None = None  # of the schedule, or where sequences end
+    name_of_table: str = "schedule_state"  # the value that the table becomes
     numbers: Mapping[str, int] | None = None  # values that all calls have
 
     @classmethod
@@ -169,7 +169,7 @@ class PackedCall:
     # they are first asked for: those for many keys, or for split tiles, most calls never have.
     prepared: Callable[[str, int], Prepared] | None  # None on the CPU
     # Gives the route of calls of these sizes, which layers of a model share, and its launches with
-    # all that sizes determine; None on the CPU.
+    # all that sizes determine. The launches are None on the CPU.
     find: Callable[[PackedSizes], tuple[Route, Prepared | None]]
 
     @classmethod
@@ -273,9 +273,9 @@ def prepared_for(
         if "segments" in prepared.names:
             num_slots = most_slots(num_tiles, num_sms)
             memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
-            memory = memory._replace(parts=prepared.memory.parts)
             segments = "segments", segment_rows(num_tiles) * num_sms * FIELDS, "int32"
-            memory = memory._replace(kept=(*memory.kept, segments))
+            kept = *memory.kept, segments
+            memory = memory._replace(parts=prepared.memory.parts, kept=kept)
             numbers |= {"heads": heads, "num_slots": num_slots, "num_clusters": num_sms}
         marks = [("marks", words_of_marks(num_tiles))] * ("marks" in prepared.names)
         memory = memory._replace(counters=(*memory.counters, *marks))

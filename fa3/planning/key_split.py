@@ -49,9 +49,9 @@ MOST_QUERY_HEADS, COST_OF_QUERY_HEADS = 2, 1.2
 then Q, dO and dQ do not fit into L2."""
 
 MORE_QUERY_HEADS = 7
-"""The same for packed sequences in any order with a bound to the right. Two parts of eight heads
-gained 8 to 27%. Two parts of four gained 4% in one shape and lost 5 to 6% in three
-(docs/experiments.md)."""
+"""The same for packed sequences whose key tiles add in any order, with a bound to the right. Two
+parts of eight heads gained 8 to 27%. Two parts of four gained 4% in one shape and lost 5 to 6% in
+three (docs/experiments.md)."""
 
 COST_OF_REST = 3.0
 """What it costs a choice of head groups that the last one is smaller, for each missing part of all
