@@ -184,21 +184,7 @@ class Problem:
     @property
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head that the window lets through."""
-        offset = self.seqlen_k - self.seqlen_q
-        left, right = self.window
-
-        def keys_up_to(bound: int) -> int:
-            """Sum over rows i of clamp(i + offset + bound + 1, 0, seqlen_k)."""
-            first = offset + bound + 1
-            # Rows below `low` see none, rows from `high` on see all; in between one more each.
-            low = min(max(0, 1 - first), self.seqlen_q)
-            high = min(max(low, self.seqlen_k - first), self.seqlen_q)
-            ramp = (high - low) * (2 * first + low + high - 1) // 2
-            return ramp + (self.seqlen_q - high) * self.seqlen_k
-
-        upper = self.seqlen_q * self.seqlen_k if right == NO_BOUND else keys_up_to(right)
-        lower = 0 if left == NO_BOUND else keys_up_to(-left - 1)
-        return upper - lower
+        return visible_pairs(self.seqlen_q, self.seqlen_k, self.window)
 
     @property
     def flops(self) -> int:
@@ -214,3 +200,21 @@ class Problem:
         spec = self.spec
         out_bytes = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v
         return rows_q * (spec.element.bytes * spec.head_dim + out_bytes) + rows_k * spec.key_bytes
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, window: Window) -> int:
+    """(query, key) pairs of one head that a window lets through."""
+
+    def keys_up_to(bound: int) -> int:
+        """Sum over rows i of clamp(i + offset + bound + 1, 0, seqlen_k)."""
+        first = seqlen_k - seqlen_q + bound + 1
+        # Rows below `low` see none, rows from `high` on see all; in between one more each.
+        low = min(max(0, 1 - first), seqlen_q)
+        high = min(max(low, seqlen_k - first), seqlen_q)
+        ramp = (high - low) * (2 * first + low + high - 1) // 2
+        return ramp + (seqlen_q - high) * seqlen_k
+
+    left, right = window
+    upper = seqlen_q * seqlen_k if right == NO_BOUND else keys_up_to(right)
+    lower = 0 if left == NO_BOUND else keys_up_to(-left - 1)
+    return upper - lower

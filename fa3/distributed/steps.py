@@ -23,7 +23,7 @@ from fa3.distributed.transfer import (
     together,
     with_begins,
 )
-from fa3.problem import NO_BOUND, Window
+from fa3.problem import NO_BOUND, Window, visible_pairs
 
 
 def steps_of(
@@ -145,21 +145,4 @@ def joined(one: KeyPart, other: KeyPart) -> KeyPart | None:
 
 def pairs_of(part: KeyPart) -> int:
     """Return how many pairs of query and key a part has."""
-    (left, right), pairs = part.options.window, 0
-    for num_rows, num_keys in part.lengths:
-        after = num_keys - num_rows  # the first row is at this key
-        pairs += num_rows * num_keys
-        if right >= 0:
-            pairs -= num_rows * num_keys - clamped(after + right + 1, num_rows, num_keys)
-        if left >= 0:
-            pairs -= clamped(after - left, num_rows, num_keys)
-    return pairs
-
-
-def clamped(first: int, count: int, most: int) -> int:
-    """Return the sum of integers from `first`, within 0 and `most`."""
-    sums = []
-    for end in (first, first + count):
-        within = min(max(end, 0), most)
-        sums.append(within * (within - 1) // 2 + most * max(end - most, 0))
-    return sums[1] - sums[0]
+    return sum(visible_pairs(*sizes, part.options.window) for sizes in part.lengths)
