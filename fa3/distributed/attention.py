@@ -1,6 +1,5 @@
 """`fa3.distributed.flash_attn_func` and `flash_attn_varlen_func`: checks, agreement, autograd."""
 
-import contextlib
 import functools
 import numbers
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 
 from fa3.calls.backward import wants_gradient
 from fa3.calls.call import check_tensors, describe_tensors
-from fa3.calls.latest import FastPath
 from fa3.calls.operands import Operand
 from fa3.calls.options import DENSE, PACKED, Options, check_scale, checked_options, integer
 from fa3.distributed.alone import KeyPart
@@ -102,15 +100,8 @@ def flash_attn_varlen_func(
 
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
-MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
 ASKED = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
 DEFAULTS = flash_attn_func.__kwdefaults__ or {}
-
-
-@functools.lru_cache(maxsize=REMEMBERED, typed=True)
-def latest_over_ranks(*_: object) -> FastPath[Hops | Ulysses]:
-    """Return what is remembered of the latest call with these options."""
-    return FastPath()
 
 
 @torch._disable_dynamo  # which torch.compiler.disable is, but imported when it is called
@@ -120,19 +111,22 @@ def attend_over_ranks(
     """Return the result of a public function of its arguments, by name."""
     groups, seqlen = groups_of(named.pop("group")), named["seqlen"]
     q, k, v, slopes, sinks = [named[name] for name in OPERANDS]
+    sizes, error = tuple([group.size() for group in groups]), None
     # The first call of NCCL hangs if a rank has nothing to send.
-    least = 2 * groups[0].size()
-    compares = not (isinstance(seqlen, numbers.Integral) and int(seqlen) >= least)
-    latest, method = None, None
-    if not compares:
-        with contextlib.suppress(TypeError):  # of values that cannot be looked up
-            asked = [named[name] for name in named if name not in OPERANDS]
-            asked += groups, is_packed, torch.is_grad_enabled(), *named["window_size"]
-            method, _ = (latest := latest_over_ranks(*asked)).find(named)
-    if method is None:
-        method = method_of(named, groups, is_packed, compares)
-        if latest is not None:
-            latest.remember(named, dict.fromkeys(OPERANDS, 16), (), method, MAY_HAVE_GRADIENT)
+    compares = not (isinstance(seqlen, numbers.Integral) and int(seqlen) >= 2 * sizes[0])
+    try:
+        call = checked(named, sizes, is_packed)
+    except Exception as wrong:
+        if not compares:
+            raise
+        error = wrong  # the other ranks wait for this one
+    if compares:
+        asked = {name: without_rows(value) for name, value in named.items()}
+        total = agree_on_rows(named["layout"], groups[0], 0 if error else q.shape[-3], asked, error)
+        if seqlen not in (None, total):
+            raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
+        seqlen = total
+    method = prepare(call, seqlen, groups)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
     if wants_gradient(q, k, v, sinks):
         run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
@@ -143,33 +137,24 @@ def attend_over_ranks(
     return (out, lse) if returns_lse else out
 
 
-def method_of(
-    named: dict[str, Any], groups: tuple, is_packed: bool, compares: bool
-) -> Hops | Ulysses:
-    """Check a call, on all ranks if `compares`; return what computes it.
-    The first group has all ranks; there may be two more, of a mesh."""
-    error: Exception | None = None
-    seqlen = named["seqlen"]
-    try:
-        call = checked(named, [group.size() for group in groups], is_packed)
-    except Exception as wrong:  # the other ranks may wait for this one
-        error = wrong
-    if compares:
-        asked = {name: without_rows(value) for name, value in named.items()}
-        total = agree_on_rows(
-            named["layout"], groups[0], 0 if error else named["q"].shape[-3], asked, error
-        )
-        if seqlen not in (None, total):
-            raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
-        seqlen = total
-    elif error is not None:
-        raise error
-    return prepare(call, seqlen, groups)
-
-
-def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
+def checked(named: dict[str, Any], sizes: tuple[int, ...], is_packed: bool) -> tuple:
     """Check named arguments; return their description, options, layout and method.
-    The sizes are of groups as in `method_of`."""
+    The first size is of the group of all ranks; there may be two more, of a mesh."""
+    tensors = {name: named[name] for name in OPERANDS}
+    call = describe_tensors(tensors, Options(kind=DENSE))
+    wants = wants_gradient(*[tensors[name] for name in ("q", "k", "v", "sinks")])
+    rest = {name: value for name, value in named.items() if name not in OPERANDS}
+    try:
+        return check_call(call, sizes, is_packed, wants, *named["window_size"], **rest)
+    except TypeError:  # also of values that cannot be looked up
+        return check_call.__wrapped__(call, sizes, is_packed, wants, **rest)
+
+
+@functools.lru_cache(maxsize=REMEMBERED, typed=True)
+def check_call(
+    call: Any, sizes: tuple[int, ...], is_packed: bool, wants: bool, *_: object, **named: Any
+) -> tuple:
+    """Return what `checked` does, for tensors of these kinds."""
     layout, method, kind = named["layout"], named["method"], PACKED if is_packed else DENSE
     check_sequence_layout(layout)
     if named["seqlen"] is not None:
@@ -184,20 +169,22 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
             raise NotImplementedError(
                 f"{name} is not supported over ranks: it depends on positions in the whole sequence"
             )
-    tensors = tuple([named[name] for name in OPERANDS])
-    if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
+    if call.q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("q must be in 16 bits over ranks, got torch.float8_e4m3fn")
-    for name, x in zip("qkv", tensors, strict=False):
-        if isinstance(x, torch.Tensor) and x.ndim != 4 - is_packed:
-            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {tuple(x.shape)}")
-    q, k, v, slopes, sinks = tensors
-    call = describe_tensors(dict(zip(OPERANDS, tensors, strict=True)), Options(kind=DENSE))
-    asked = {name: named[name] for name in ASKED}
-    asked["has_gradient"] = wants_gradient(q, k, v, sinks)
+    for name in "qkv":
+        if len(shape := getattr(call, name).shape) != 4 - is_packed:
+            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
+    asked = {name: named[name] for name in ASKED} | {"has_gradient": wants}
     made = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
-    check_call(call, len(layout.cu_seqlens) - 1 if is_packed else None)
-    rest = q.shape[-2], made.options.window, slopes is not None
+    fits = call
+    if is_packed:
+        ends = Operand((len(layout.cu_seqlens),), (1,), torch.int32, call.q.device)
+        fits = call._replace(kind=PACKED, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    check_tensors(fits)
+    *rows, heads, columns = call.q.shape
+    call.k.check_shape("k", (*rows, call.k.shape[-2], columns), "q")  # of the same rows
+    rest = heads, made.options.window, call.alibi_slopes is not None
     if len(sizes) > 1:
         if method == "ulysses":
             raise ValueError("method must be gather, ring or auto over a mesh of 2 dimensions")
@@ -206,17 +193,6 @@ def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     methods_for(method, sizes[0], *rest)
     part = made.options._replace(kind=kind), named["softmax_scale"], made.deterministic
     return call, part, layout, method
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def check_call(call: Any, documents: int | None) -> None:
-    """Raise unless tensors fit together; packed ones are of so many documents."""
-    q, k = call.q, call.k
-    if documents is not None:
-        ends = Operand((documents + 1,), (1,), torch.int32, q.device)
-        call = call._replace(kind=PACKED, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    check_tensors(call)
-    k.check_shape("k", (*q.shape[:-2], k.shape[-2], q.shape[-1]), "q")  # of the same rows
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
