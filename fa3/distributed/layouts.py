@@ -11,13 +11,12 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from fa3.calls.options import integer
 from fa3.complaints import shown
 from fa3.distributed.exchange import Group, OverRanks, agree_on_rows, groups_of
-from fa3.distributed.transfer import Runs, exchange_of, num_rows_of
+from fa3.distributed.transfer import Runs
 
 
 def check_sequence_layout(layout: object) -> None:
@@ -62,16 +61,14 @@ class SequenceLayout:
         asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
         asked["requires_grad"] = rows.requires_grad  # else ranks would hang later
         total = agree_on_rows(self, group, len(rows), asked)
-        chunks = self.chunks(total, group.size())
-        padding = [0, 0] * (x.ndim - 1) + [0, max(num_rows_of(chunks)) - len(rows)]
+        chunks = self.chunks(total, group.size())[group.rank()]
 
         def run(rows: Tensor) -> tuple[Tensor, tuple]:
-            sent = F.pad(rows, padding)
-            parts = [torch.empty_like(sent) for _ in chunks]
-            dist.all_gather(parts, sent, group)
-            whole = rows.new_empty(total, *rows.shape[1:])
-            for rank, _, held, at in exchange_of(chunks, ((range(total),),)).moves:
-                whole[at] = parts[rank][held]
+            whole = rows.new_zeros(total, *rows.shape[1:])
+            for chunk, held in zip(chunks, rows.split([*map(len, chunks)]), strict=True):
+                whole[chunk.start : chunk.stop] = held
+            # Bytes of all dtypes are sums, as other ranks have zeros there.
+            dist.all_reduce(whole.view(torch.uint8), group=group)
             return whole, ()
 
         def run_back(gradient: Tensor) -> tuple[Tensor]:
