@@ -121,8 +121,7 @@ def attend_over_ranks(
             raise
         error = wrong  # the other ranks wait for this one
     if compares:
-        asked = {name: without_rows(value) for name, value in named.items()}
-        total = agree_on_rows(named["layout"], groups[0], 0 if error else q.shape[-3], asked, error)
+        total = agree_on_rows(groups[0], 0 if error else q.shape[-3], named, error)
         if seqlen not in (None, total):
             raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
         seqlen = total
@@ -219,12 +218,3 @@ def prepare(call: tuple, seqlen: int, groups: tuple) -> Hops | Ulysses:
     if method == "ulysses" or len(groups) > 1:
         return Ulysses(of, method == "ring", *groups[1:])
     return Hops(of, method == "ring")
-
-
-def without_rows(value: object) -> object:
-    """Return what ranks must agree on: no rows and values of tensors."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape = [size for i, size in enumerate(value.shape) if i != value.ndim - 3]
-    gradient = " with a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
-    return f"{value.dtype} {shape} on {value.device.type}{gradient}"

@@ -53,16 +53,17 @@ class OverRanks(torch.autograd.Function):
 
 
 def agree_on_rows(
-    layout: Any,
     group: dist.ProcessGroup,
     rows: int,
-    asked: Mapping[str, object],
+    named: Mapping[str, Any],
     error: Exception | None = None,
+    dim: int = -3,
 ) -> int:
     """Return the rows of the whole sequence, or raise on all ranks.
-    What is asked, by name, must be the same on all ranks. All raise the error of one."""
+    Arguments must be the same on all ranks, but for this dimension of tensors, which has rows. All
+    raise the error of one."""
     said: list[Any] = [None] * group.size()
-    texts = {name: f"{value}" for name, value in asked.items()}
+    texts = {name: without_rows(value, dim) for name, value in named.items()}
     try:
         dist.all_gather_object(said, (rows, texts, error), group)
     except RuntimeError as broken:
@@ -79,7 +80,7 @@ def agree_on_rows(
                     f"{name} must be the same on all ranks, got {text:.200} on rank 0 and "
                     f"{others[name]:.200} on rank {rank}"
                 )
-    seqlen = sum(count for count, _, _ in said)
+    seqlen, layout = sum(count for count, _, _ in said), named["layout"]
     for rank, chunks in enumerate(layout.chunks(seqlen, group.size())):
         wanted, count = sum(map(len, chunks)), said[rank][0]
         if wanted != count:
@@ -87,3 +88,14 @@ def agree_on_rows(
                 f"rank {rank} must have {wanted} of {seqlen} rows by {layout!r:.200}, got {count}"
             )
     return seqlen
+
+
+def without_rows(value: object, dim: int) -> str:
+    """Return as a text what ranks must agree on.
+    Of tensors that is neither rows nor values."""
+    if not isinstance(value, Tensor):
+        return f"{value}"
+    shape = [size for i, size in enumerate(value.shape) if i - value.ndim != dim]
+    # Else ranks would hang later.
+    gradient = " with a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
+    return f"{value.dtype} {shape} on {value.device.type}{gradient}"

@@ -54,13 +54,12 @@ class SequenceLayout:
         The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
 
         Raises:
-            ValueError: on all ranks: shape, dtype or requires_grad differ, or rows do not fit.
+            ValueError: on all ranks: shape, dtype or gradient differ, or rows do not fit.
         """
         length_of(x, dim)
         rows, group = x.movedim(dim, 0), groups_of(group)[0]
-        asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
-        asked["requires_grad"] = rows.requires_grad  # else ranks would hang later
-        total = agree_on_rows(self, group, len(rows), asked)
+        named = {"layout": self, "x": x}
+        total = agree_on_rows(group, len(rows), named, dim=dim % x.ndim - x.ndim)
         chunks = self.chunks(total, group.size())[group.rank()]
 
         def run(rows: Tensor) -> tuple[Tensor, tuple]:

@@ -63,7 +63,6 @@ class RowExchange(NamedTuple):
         return max(rows)
 
 
-@functools.lru_cache(maxsize=64)
 def exchange_of(chunks: Runs, wanted: Runs) -> RowExchange:
     """Return how ranks with these chunks get the rows they want."""
     # Searched, as runs are disjoint or the same: 64 ranks with 200 documents have 7 million pairs.
