@@ -16,13 +16,9 @@ from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, CacheConverter
 from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
-    Fp8Attention,
     PartsAttention,
-    SharedAttention,
-    TwoLevelAttention,
     ValueTransposer,
-    pv_overlaps,
-    shares_o,
+    attention_of,
     transposers,
 )
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
@@ -96,7 +92,7 @@ class Fp8Products(SixteenBits):
     def rewriters(self) -> int:
         if not self.config.converted_stages:
             return 0
-        return transposers(self.config.tile_n, self.columns_v, self.config.one_level)
+        return transposers(self.config, self.columns_v)
 
     @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
@@ -112,17 +108,10 @@ class Fp8Products(SixteenBits):
 
     def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
-        tile_n, columns, consumers = self.config.tile_n, self.columns_v, self.config.consumers
-        attention: Callable = Fp8Attention
-        if not self.config.one_level:
-            attention = TwoLevelAttention.of
-            if shares_o(self.config.one_level, consumers):
-                attention = SharedAttention.of
-            elif not pv_overlaps(tile_n, columns):
-                attention = PartsAttention
-                if tile_n // 8 + columns > MOST_REGISTERS:
-                    columns //= 2  # P, O and P V do not fit the registers.
-        return attention, Mmas.of(self.dtype, tile_n, columns), NoPingPong()
+        attention, columns = attention_of(self.config, self.columns_v), self.columns_v
+        if attention is PartsAttention and self.config.tile_n // 8 + columns > MOST_REGISTERS:
+            columns //= 2  # P, O and P V do not fit the registers.
+        return attention.of, Mmas.of(self.dtype, self.config.tile_n, columns), NoPingPong()
 
     def row_max(self, bound: float) -> RowMax:
         return RowMax.LOW

@@ -7,9 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from fa3.complaints import shown
-from fa3.primitives import arguments
+from fa3.primitives import arguments, fp8_compute
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.fp8_compute import fragment_registers, shares_o, transposers
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import (
@@ -74,9 +73,8 @@ class ForwardConfig:
     def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a consumer."""
         table = REGISTERS_OF_PAGES if spec.is_fp8 or has_cache else REGISTERS
-        if spec.transposed_v or (
-            spec.is_fp8 and transposers(self.tile_n, padded(spec.head_dim_v), self.one_level) > 2
-        ):
+        columns_v = padded(spec.head_dim_v)
+        if spec.transposed_v or (spec.is_fp8 and fp8_compute.transposers(self, columns_v) > 2):
             table = REGISTERS
         if self.converted_stages and not spec.is_fp8:
             table = REGISTERS_OF_CONVERTERS
@@ -94,15 +92,15 @@ class ForwardConfig:
     def registers(self, spec: AttentionSpec) -> int:
         """Registers that a consumer thread needs for fragments and drawn numbers."""
         if spec.is_fp8:
-            columns, is_one = padded(spec.head_dim_v), self.one_level
-            return fragment_registers(self.tile_n, columns, is_one, self.consumers)
+            return fp8_compute.fragment_registers(self, padded(spec.head_dim_v))
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
 
     def sums_in_memory(self, spec: AttentionSpec) -> int:
         """Rows of O whose float32 sums are in shared memory.
         O is staged in their place."""
-        return self.tile_m if spec.is_fp8 and shares_o(self.one_level, self.consumers) else 0
+        kind = fp8_compute.attention_of(self, padded(spec.head_dim_v)) if spec.is_fp8 else None
+        return self.tile_m if kind is fp8_compute.SharedAttention else 0
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""

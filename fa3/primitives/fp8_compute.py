@@ -17,7 +17,7 @@ DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -49,29 +49,13 @@ thread. Three have 24, which leave the MMA warpgroups 240."""
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
 
-def shares_o(one_level: bool, consumers: int) -> bool:
-    """Whether O is in shared memory, as registers have no room."""
-    return not one_level and consumers == 3
-
-
-def pv_overlaps(tile_n: int, columns_v: int) -> bool:
-    """Whether registers of two warpgroups let P V overlap the softmax."""
-    return tile_n // 2 + tile_n // 8 + columns_v <= MOST_REGISTERS
-
-
-def fragment_registers(tile_n: int, columns_v: int, one_level: bool, consumers: int) -> int:
-    """A thread's registers for S, P, O and an overlapping P V."""
-    is_apart = not (one_level or shares_o(one_level, consumers)) and pv_overlaps(tile_n, columns_v)
-    return tile_n // 2 + tile_n // 8 + columns_v // (1 if is_apart else 2)
-
-
-def transposers(tile_n: int, columns_v: int, one_level: bool) -> int:
-    """Warps that transpose blocks of V."""
-    return 3 if one_level and (tile_n + columns_v) // 2 > MOST_OF_ONE_LEVEL else 2
-
-
 class Fp8Attention(Attention):
     """The attention of a tile in e4m3, with one-level sums."""
+
+    @classmethod
+    def of(cls, *fields) -> "Fp8Attention":
+        """A tile's attention at its beginning; arguments as in the base."""
+        return cls(*fields)
 
     def write_p(self, acc_P: cute.Tensor, drawn) -> None:
         """Make P the operand of P V, after the block before."""
@@ -92,58 +76,56 @@ class Fp8Attention(Attention):
 class TwoLevelAttention(Fp8Attention):
     """The same with sums in two levels."""
 
-    # Sums of P V since they were added to O, and of how many blocks.
+    # Sums of P V since they were added to O; of how many blocks, and whether they ever were.
     fresh: cute.Tensor | None = None
-    count: cute.Tensor | None = None
+    counts: cute.Tensor | None = None
 
     @classmethod
     def of(cls, *fields) -> "TwoLevelAttention":
-        """A tile's attention at its beginning; arguments as in the base."""
         attention = cls(*fields)
         fresh = cute.make_rmem_tensor(attention.regs.acc_O.layout, Float32)
-        count = cute.make_rmem_tensor(1, Int32)
+        counts = cute.make_rmem_tensor(2, Int32)
         fresh.fill(0.0)
-        count.fill(0)
-        return replace(attention, fresh=fresh, count=count)
+        counts.fill(0)
+        return replace(attention, fresh=fresh, counts=counts)
 
     @property
     def accs(self) -> tuple:
         return self.regs.acc_O, self.fresh
 
-    def issue_pv(self, v_state, part: int) -> cute.Tensor:
-        """Start P V in its own registers."""
+    def issue_pv(self, v_state, part: int) -> None:
+        """Start P V, which is added to the sums."""
         vt = self.regs.vt[None, None, None, v_state.index]
-        wgmma.issue(self.mmas.pv.op, self.fresh, self.operand_p(), vt, self.count[0] > 0)
-        return self.fresh
+        wgmma.issue(self.mmas.pv.op, self.fresh, self.operand_p(), vt, self.counts[0] > 0)
 
     @cute.jit
-    def add(self, fresh: cute.Tensor, part: int, v_state=None):
+    def add(self, fresh, part: int, v_state=None):
         """O += P V; in the block loop once every `KEYS_OF_SUM` keys."""
-        count, acc_O = self.count, self.regs.acc_O
+        counts = self.counts
         if cutlass.const_expr(v_state is None):
-            acc_O.store(acc_O.load() + fresh.load())
+            self.add_sums(is_last=True)
         else:
-            count[0] += 1
-            if count[0] == KEYS_OF_SUM // self.rules.coords.width:
+            counts[0] += 1
+            if counts[0] == KEYS_OF_SUM // self.rules.coords.width:
                 # V has landed; this wait is here for its branch, around the additions.
                 self.wait(self.pipeline_v, v_state)
-                count[0] = 0
-                acc_O.store(acc_O.load() + fresh.load())
+                counts[0] = 0
+                self.add_sums(is_last=False)
+
+    def add_sums(self, is_last: bool) -> None:
+        """Add the sums to O."""
+        self.regs.acc_O.store(self.regs.acc_O.load() + self.fresh.load())
 
 
 @dataclass(frozen=True)
-class SharedAttention(Fp8Attention):
-    """The same with O in shared memory.
-    `regs.acc_O` has the sums since they were last added to it."""
+class SharedAttention(TwoLevelAttention):
+    """The same with O in shared memory; `regs.acc_O` has the sums."""
 
     shared: cute.Tensor | None = None  # O, like its registers
-    # Blocks summed up since registers were added to O, and whether they ever were.
-    counts: cute.Tensor | None = None
 
     @classmethod
     def of(cls, sums: cute.Tensor, thread, *fields) -> "SharedAttention":
-        """A tile's attention at its beginning.
-        `sums` is the warpgroup's, (64 * columns / 2, 2)."""
+        """`sums` is the warpgroup's, (64 * columns / 2, 2)."""
         attention = cls(*fields)
         (*quad, chunks), *ones = attention.regs.acc_O.shape
         # Four registers lie next to four of the neighbouring threads. The halves are far apart.
@@ -152,43 +134,33 @@ class SharedAttention(Fp8Attention):
         pointer = (sums.iterator + thread * QUAD).align(16)
         counts = cute.make_rmem_tensor(2, Int32)
         counts.fill(0)
-        return replace(attention, shared=cute.make_tensor(pointer, layout), counts=counts)
+        shared, fresh = cute.make_tensor(pointer, layout), attention.regs.acc_O
+        return replace(attention, fresh=fresh, counts=counts, shared=shared)
 
     @property
     def accs(self) -> tuple:
-        return self.regs.acc_O, self.shared
-
-    def issue_pv(self, v_state, part: int) -> None:
-        """Start P V, which is added to registers."""
-        vt, acc_O = self.regs.vt[None, None, None, v_state.index], self.regs.acc_O
-        wgmma.issue(self.mmas.pv.op, acc_O, self.operand_p(), vt, self.counts[0] > 0)
+        return self.fresh, self.shared
 
     @cute.jit
-    def add(self, fresh, part: int, v_state=None):
-        """O += P V, in the block loop once every `KEYS_OF_SUM` keys.
-        At the end O comes to registers, for the epilogue."""
+    def add_sums(self, is_last: cutlass.Constexpr):
+        """Add the sums to O, which comes to registers at the end."""
         counts = self.counts
-        if cutlass.const_expr(v_state is None):
+        if cutlass.const_expr(is_last):
             if counts[1] > 0:
-                self.add_shared(self.regs.acc_O)
+                self.add_shared(self.fresh)
         else:
-            counts[0] += 1
-            if counts[0] == KEYS_OF_SUM // self.rules.coords.width:
-                # V has landed; this wait is here for its branch, around the additions.
-                self.wait(self.pipeline_v, v_state)
-                counts[0] = 0
-                if counts[1] == 0:
-                    registers, shared = as_quads(self.regs.acc_O), as_quads(self.shared)
-                    for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
-                        cute.autovec_copy(registers[None, i], shared[None, i])
-                else:
-                    self.add_shared(self.shared)
-                counts[1] = 1
+            if counts[1] == 0:
+                registers, shared = as_quads(self.fresh), as_quads(self.shared)
+                for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
+                    cute.autovec_copy(registers[None, i], shared[None, i])
+            else:
+                self.add_shared(self.shared)
+            counts[1] = 1
 
     @cute.jit
     def add_shared(self, target: cute.Tensor):
         """Write the sum of registers and O in shared memory."""
-        registers, shared, target = (as_quads(x) for x in (self.regs.acc_O, self.shared, target))
+        registers, shared, target = (as_quads(x) for x in (self.fresh, self.shared, target))
         for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
             quad = cute.make_rmem_tensor(QUAD, Float32)
             cute.autovec_copy(shared[None, i], quad)
@@ -231,6 +203,27 @@ class PartsAttention(Fp8Attention):
         """O += P V."""
         acc_O = self.part_of_O(part)
         acc_O.store(acc_O.load() + fresh.load())
+
+
+def attention_of(config: Any, columns_v: int) -> type[Fp8Attention]:
+    """The class of a tile's attention, by the registers of its warpgroups."""
+    if config.one_level:
+        return Fp8Attention
+    if config.consumers == 3:
+        return SharedAttention
+    has_room = config.tile_n // 2 + config.tile_n // 8 + columns_v <= MOST_REGISTERS
+    return TwoLevelAttention if has_room else PartsAttention
+
+
+def fragment_registers(config: Any, columns_v: int) -> int:
+    """A thread's registers for S, P, O and an overlapping P V."""
+    is_apart = attention_of(config, columns_v) is TwoLevelAttention
+    return config.tile_n // 2 + config.tile_n // 8 + columns_v // (1 if is_apart else 2)
+
+
+def transposers(config: Any, columns_v: int) -> int:
+    """Warps that transpose blocks of V; `config` is a `ForwardConfig`."""
+    return 3 if config.one_level and (config.tile_n + columns_v) // 2 > MOST_OF_ONE_LEVEL else 2
 
 
 @dataclass(frozen=True)
