@@ -54,7 +54,6 @@ from fa3.kernels.decode_memory import (
     DecodeOperands,
     GatheredAttention,
     consumer_barrier,
-    fence_smem_writes,
 )
 from fa3.primitives.arguments import operands_of
 from fa3.primitives.arithmetic import Divisor, PlainDivisor
@@ -86,7 +85,7 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import Window
 from fa3.schedules.order import Segment, Tile
 from fa3.schedules.ragged import CTAS_BESIDE
-from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
+from fa3.schedules.sequences import Cached, capacity_of
 from fa3.schedules.stream_k import (
     BY_CTA,
     CtaGroup,
@@ -271,9 +270,6 @@ class Decode(DecodeMemory):
     def new_walk(self, operands: DecodeOperands, cut, sizes: tuple, is_early: bool) -> Walk:
         """The walk over this CTA's segments, without its place."""
         capacity, seqlen_q, window, num_m_blocks, num_crews, width, num_groups = sizes
-        packed = None
-        if self.is_packed:
-            packed = PackedQueries(operands.packed_q, self.qhead_per_kvhead, ROWS)
         lengths = Cached(
             operands.q.shape[0],
             operands.seqlens,
@@ -285,7 +281,8 @@ class Decode(DecodeMemory):
             window,
             TILE_N,
             is_early,
-            packed,
+            operands.packed_q,
+            self.qhead_per_kvhead,
             operands.packed_k,
         )
         cta, _, _ = cute.arch.block_idx()
@@ -383,7 +380,7 @@ class Decode(DecodeMemory):
         v_state = pipeline.make_pipeline_state(consumer, cute.size(smem.v.blocks, mode=[2]))
         if cutlass.const_expr(self.cut_type is StreamK):  # noqa: SIM102
             # `store` fills this CTA's record if a tile with parts begins in this piece.
-            if thread == 0 and walk.cut.records_are_by_cta:
+            if thread == 0 and walk.cut.num_tiles > walk.cut.num_ctas:
                 operands.workspace.clear_record(walk.crew.cta)
         cursor, q_stage = walk.first(), Int32(0)
         descales = self.fetch_q(operands, smem.q, walk, cursor, q_stage)
@@ -401,7 +398,9 @@ class Decode(DecodeMemory):
                 scale_k, scale_v, *scale_q = descales
                 for one in (scale_k, *scale_q):
                     scale *= one
-            fence_smem_writes()
+            # The warpgroup's WGMMAs see what it has written to shared memory.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            consumer_barrier().arrive_and_wait()
             if cutlass.const_expr(self.holds_q):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):

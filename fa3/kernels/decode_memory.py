@@ -83,12 +83,6 @@ def consumer_barrier() -> pipeline.NamedBarrier:
     return pipeline.NamedBarrier(CONSUMER_BARRIER, WARPGROUP)
 
 
-def fence_smem_writes():
-    """Make the warpgroup's writes to shared memory visible to its WGMMAs."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-    consumer_barrier().arrive_and_wait()
-
-
 @dataclass(frozen=True)
 class DecodeMemory(AttentionKernel):
     """Fields and shared memory of the decode kernel.

@@ -222,11 +222,13 @@ class BackwardPlan(PlanBase):
         if most_parts < 2:
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-        if whole.may_have_lines:
+        mask = problem.spec.mask
+        # Whether key tiles may have parts of lines: see `fa3.primitives.key_line`.
+        if is_ordered and not mask.left and whole.key_tiles_of_head <= TILES_OF_LINE:
             tiles = key_tiles_of(problem.spec, whole.config, sequence, False)
             ratio, fitting = problem.qhead_per_kvhead, whole.heads_in_lines
             # Two sets under a causal mask lost 1 to 2% (docs/experiments.md).
-            most_sets = 1 if problem.spec.mask.right else MOST_LINES
+            most_sets = 1 if mask.right else MOST_LINES
             lines = share_lines((tiles,), heads, ratio, num_sms, fitting, most_sets)
             if lines is not None:
                 return replace(whole, shares=lines)
@@ -285,13 +287,15 @@ class BackwardPlan(PlanBase):
         sums = "parts of dK and dV, " * (shares.parts > 1)
         groups = counted(self.num_head_groups, "head group")
         one_by_one = " one after another" * (self.num_head_groups > 1)
+        heads = self.heads_per_group * self.query_heads_of_cta
+        heads = min(heads, self.problem.num_heads_q * self.problem.batch)
         return {
             "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
             f"{config.tile_m} queries of {counted(self.query_heads_of_cta, 'query head')}; "
             f"{config.threads} threads.",
             "Grid": f"{counted(self.num_key_tiles, 'tile')} of keys{parts}, "
             f"{counted(self.num_query_tiles, 'tile')} of queries, on {self.gpu.num_sms} SMs.",
-            "Order": f"{counted(self.query_heads_of_group, 'query head')} together, whose Q, dO "
+            "Order": f"{counted(heads, 'query head')} together, whose Q, dO "
             f"and dQ stay in L2; {groups}{one_by_one}.",
             "Memory": f"{quantity(FLOAT_BYTES * self.layout.end, 'B')} of device memory for the "
             f"fp32 dQ accumulator, {sums}and row statistics, besides dQ, dK and dV.",
@@ -350,15 +354,6 @@ class BackwardPlan(PlanBase):
         return is_free and self.num_parts <= MOST_OF_TWO_GROUPS
 
     @property
-    def is_halved(self) -> bool:
-        """Whether few parts are in two head groups, not in one.
-        That is so if L2 does not hold all, or if the preprocess kernel does all. Two unequal groups
-        would lose more than that gains."""
-        fits = self.problem.num_heads_q * self.problem.batch <= self.heads_in_l2
-        is_short = TILES_OF_WAVE < self.num_parts <= 2 * TILES_OF_WAVE and not self.is_ordered
-        return self.heads % 2 == 0 and (is_short or not fits)
-
-    @property
     def heads_in_l2(self) -> int:
         """Heads with Q, dO and dQ that fit into L2 together."""
         return rows_in_l2(self.problem.spec) // self.problem.seqlen_q
@@ -367,12 +362,6 @@ class BackwardPlan(PlanBase):
     def heads_in_lines(self) -> int:
         """Query heads of the lines that run at the same time."""
         return heads_in_lines(self.problem.spec, self.problem.seqlen_q)
-
-    @property
-    def may_have_lines(self) -> bool:
-        """Whether key tiles may have parts of lines: see `fa3.primitives.key_line`."""
-        mask = self.problem.spec.mask
-        return self.is_ordered and not mask.left and self.key_tiles_of_head <= TILES_OF_LINE
 
     @property
     def accumulators(self) -> int:
@@ -415,12 +404,6 @@ class BackwardPlan(PlanBase):
         return self.problem.qhead_per_kvhead // self.shares.head_parts
 
     @property
-    def query_heads_of_group(self) -> int:
-        """Query heads of a head group."""
-        heads = self.heads_per_group * self.query_heads_of_cta
-        return min(heads, self.problem.num_heads_q * self.problem.batch)
-
-    @property
     def num_head_groups(self) -> int:
         return -(-self.heads // self.heads_per_group)
 
@@ -441,7 +424,12 @@ class BackwardPlan(PlanBase):
         if waves is not None and self.alternates:
             return waves.heads_per_group(self.heads, tiles)
         if self.is_small:
-            wanted = self.heads // (2 if self.is_halved else 1)
+            # Two head groups if L2 does not hold all, or if the preprocess kernel does all. Two
+            # unequal groups would lose more than that gains.
+            fits = problem.num_heads_q * problem.batch <= self.heads_in_l2
+            is_short = TILES_OF_WAVE < self.num_parts <= 2 * TILES_OF_WAVE and not self.is_ordered
+            is_halved = self.heads % 2 == 0 and (is_short or not fits)
+            wanted = self.heads // (2 if is_halved else 1)
         elif problem.window.right == NO_BOUND:
             wanted = TILES_PER_GROUP * (2 if self.is_ordered else 1) // tiles
         else:

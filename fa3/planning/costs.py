@@ -51,7 +51,6 @@ class TileKey(NamedTuple):
     cluster: int
     online_max: bool = True
     element_bytes: int = 2
-    kernel: str = "forward"
 
     @classmethod
     def of(cls, spec: AttentionSpec, config: ForwardConfig) -> "TileKey":

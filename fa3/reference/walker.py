@@ -44,7 +44,7 @@ from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.quantize import in_rows
 from fa3.schedules import walk
 from fa3.schedules.order import Segment
-from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
+from fa3.schedules.sequences import Cached, capacity_of
 from fa3.schedules.stream_k import segments
 from fa3.scores.masks import Blocks, Intersection, Mask, Sequence
 from fa3.scores.scores import Score, bind
@@ -470,14 +470,14 @@ def execute_decode(plan: DecodePlan, values: Mapping[str, Any], max_seqlen_k: in
     sizes, queries, keys = plan.sizes, None, None
     batch = sizes.batch if ends_q is None else len(ends_q) - 1
     if ends_q is not None:
-        rows = RaggedLengths(HostTensor(ends_q), host_tensor(used_q), len(values["q"]))
-        queries = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
+        queries = RaggedLengths(HostTensor(ends_q), host_tensor(used_q), len(values["q"]))
     if ends_k is not None:
         keys = RaggedLengths(HostTensor(ends_k), host_tensor(used_k), len(values["k"]))
     tables = CacheTables(*(host_tensor(values[name]) for name in CacheTables._fields))
     sequences = Cached(
         batch, host_tensor(used_k), values["seqlen_new"], tables, plan.spec.mask, sizes.seqlen_q,
-        max_seqlen_k, plan.window, TILE_N, packed=queries, packed_keys=keys,
+        max_seqlen_k, plan.window, TILE_N, packed=queries,
+        rows_of_query=sizes.qhead_per_kvhead, packed_keys=keys,
     )  # fmt: skip
     walk = Walker(plan.spec, plan.window, values)
     walk.run(steps_of_decode(plan, sequences))

@@ -324,15 +324,11 @@ def counters_of(device: torch.device, stream: int, capture: Capture | None) -> S
     if counters is None:
         with NEW_STREAM:
             while len(BY_STREAM) >= MOST_STREAMS:
-                forget_oldest()
+                # Forget the stream that came first, if nothing gets in between. Torch reuses freed
+                # memory on the same stream only, so it may be freed at any time. A finalizer may
+                # run in here and bring a stream of its own; then the dictionary is another one.
+                with contextlib.suppress(RuntimeError, StopIteration):
+                    BY_STREAM.pop(next(iter(BY_STREAM)), None)
             reserve = RESERVES.setdefault(device, Reserve())
             counters = BY_STREAM.setdefault((device, stream), StreamCounters(device, reserve))
     return counters
-
-
-def forget_oldest() -> None:
-    """Forget the stream that came first, if nothing gets in between."""
-    # Torch reuses freed memory on the same stream only, so it may be freed at any time. A finalizer
-    # may run in here and bring a stream of its own; then the dictionary is another one.
-    with contextlib.suppress(RuntimeError, StopIteration):
-        BY_STREAM.pop(next(iter(BY_STREAM)), None)

@@ -6,40 +6,14 @@ callers can name.
 """
 
 from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.order import (
-    Schedule,
-    Segment,
-    SingleTile,
-    StaticPersistent,
-    Tile,
-    TileOrder,
-    walk,
-)
-from fa3.schedules.split import KeyRanges, SplitTiles, TileList
+from fa3.schedules.order import Schedule, SingleTile, StaticPersistent
+from fa3.schedules.order import Segment as Segment
+from fa3.schedules.order import Tile as Tile
+from fa3.schedules.order import TileOrder as TileOrder
+from fa3.schedules.order import walk as walk
+from fa3.schedules.split import SplitTiles, TileList
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    kind.name: kind
-    for kind in (
-        SingleTile,
-        StaticPersistent,
-        TileList,
-        Dynamic,
-        SplitTiles,
-    )
+    kind.name: kind for kind in (SingleTile, StaticPersistent, TileList, Dynamic, SplitTiles)
 }
 """Schedules by the names that calls and the command line take."""
-
-__all__ = [
-    "SCHEDULES",
-    "Dynamic",
-    "KeyRanges",
-    "Schedule",
-    "Segment",
-    "SingleTile",
-    "SplitTiles",
-    "StaticPersistent",
-    "Tile",
-    "TileList",
-    "TileOrder",
-    "walk",
-]

@@ -15,6 +15,7 @@ from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.ragged_lengths import RaggedLengths, read_early
 from fa3.primitives.tma import DenseRows, RaggedRows
+from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.schedules.order import Segment, Tile
 from fa3.schedules.shared_tiles import MultiSequenceTile
@@ -101,25 +102,6 @@ class MultiSequence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedQueries:
-    """Queries of sequences one after another, as many as each sequence has."""
-
-    lengths: RaggedLengths  # which rows of q each sequence has
-    rows_of_query: int  # rows that a query has in a tile: a key/value head's query heads
-    rows_of_tile: int  # rows of a tile
-
-    def read(self, entry, batch, most) -> tuple:
-        """Return a sequence's first row and queries: 0 if above `most`."""
-        begin, count = self.lengths.read(batch, entry)
-        is_longer = smaller(larger(count - most, 0), 1)
-        return begin, count * (1 - is_longer)
-
-    def m_blocks(self, count):
-        """Row blocks of a key/value head with `count` queries; 0 without."""
-        return (count * self.rows_of_query + self.rows_of_tile - 1) // self.rows_of_tile
-
-
-@dataclass(frozen=True)
 class Cached:
     """Sequences whose keys are in a cache, or packed.
     Their lengths, if they differ, are in device memory.
@@ -144,7 +126,9 @@ class Cached:
     tile_n: int
     # Whether the previous kernel may still be running; see `fa3.primitives.ragged_lengths`.
     is_early: bool = False
-    packed: PackedQueries | None = None  # the queries, if sequences have different numbers of them
+    # Which rows of q each sequence has, if sequences have different numbers of queries.
+    packed: RaggedLengths | None = None
+    rows_of_query: int = 1  # rows that a query has in a tile: a key/value head's query heads
     # Which rows of K and V each sequence has, if keys are packed.
     packed_keys: RaggedLengths | None = None
 
@@ -160,7 +144,9 @@ class Cached:
             keys = begin + smaller(length, self.capacity), begin
         if self.packed is None:
             return keys
-        return *keys, *self.packed.read(self.entry, batch, self.seqlen_q)
+        first, count = self.packed.read(batch, self.entry)
+        is_longer = smaller(larger(count - self.seqlen_q, 0), 1)
+        return *keys, first, count * (1 - is_longer)
 
     def queries(self, length: tuple) -> tuple:
         """The first row of a sequence's queries, and their number."""
@@ -171,7 +157,7 @@ class Cached:
         if self.packed is None:
             return None
         _, count = self.queries(length)
-        return self.packed.m_blocks(count)
+        return (count * self.rows_of_query + ROWS - 1) // ROWS
 
     def count(self, table: cute.Tensor | None, batch):
         """A table's number of keys, limited to the cache; 0 without one."""

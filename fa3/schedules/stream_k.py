@@ -150,10 +150,6 @@ class StreamK(AtChunks):
     def num_records(self):
         return smaller(self.num_ctas, self.num_tiles)
 
-    @property
-    def records_are_by_cta(self):
-        return self.num_tiles > self.num_ctas
-
     def record(self, crew: CtaGroup, tile_number):
         by_tile = 1 - smaller(larger(self.num_tiles - self.num_ctas, 0), 1)
         return crew.cta + by_tile * (tile_number - crew.cta)
