@@ -32,7 +32,6 @@ from fa3.primitives.arithmetic import Divisor
 from fa3.problem import Window
 from fa3.schedules import (
     Dynamic,
-    KeyRanges,
     Segment,
     SingleTile,
     SplitTiles,
@@ -43,7 +42,7 @@ from fa3.schedules import (
     walk,
 )
 from fa3.schedules.order import END, MOST_PARTS, MOST_SLOTS, KernelOrder, Segments, check_schedule
-from fa3.schedules.split import end_of_last
+from fa3.schedules.split import KeyRanges, end_of_last
 from fa3.scores.masks import Sequence
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
