@@ -9,11 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fa3.kernels.backward import Backward, BackwardPass
-from fa3.kernels.backward_launch import (
-    MMA_GROUPS,
-    BackwardConfig,
-    place_of_group_flag,
-)
+from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_group_flag
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import H200, Gpu
 from fa3.planning.explanation import NOT_PREDICTED, counted, quantity
@@ -209,11 +205,7 @@ class BackwardPlan(PlanBase):
 
     @classmethod
     def of(
-        cls,
-        problem: Problem,
-        gpu: Gpu = H200,
-        is_ordered: bool = False,
-        writes_fp32: bool = False,
+        cls, problem: Problem, gpu: Gpu = H200, is_ordered: bool = False, writes_fp32: bool = False
     ) -> "BackwardPlan":
         whole = cls(problem, gpu, is_ordered, writes_fp32=writes_fp32)
         num_sms = gpu.num_sms
