@@ -62,8 +62,7 @@ class Ulysses:
 
     def modifiers_of(self, modifiers: tuple) -> tuple[Tensor | None, ...]:
         """Return the slopes and sinks of this rank's heads."""
-        mine = (None if x is None else x.unflatten(-1, (self.count, -1)) for x in modifiers)
-        return tuple(None if x is None else x[..., self.rank, :] for x in mine)
+        return tuple(x if x is None else x.chunk(self.count, -1)[self.rank] for x in modifiers)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
