@@ -337,10 +337,10 @@ def test_the_part_that_merges_costs_more_than_one_that_leaves():
     first_blocks = plan.schedule.entries[:, 1]
     by_segment = dict(zip(zip(tiles, first_blocks, strict=True), times, strict=True))
     spans = plan.simulate().spans
-    scale = sum(times) / sum(span.cost.us for span in spans)
+    scale = sum(times) / sum(span.us for span in spans)
     for span in spans:
         key = order.index(span.segment.tile), span.segment.begin
-        assert span.cost.us * scale == pytest.approx(by_segment[key])
+        assert span.us * scale == pytest.approx(by_segment[key])
 
 
 # ----------------------------------------------------------------------------- segments and time

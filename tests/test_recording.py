@@ -13,7 +13,7 @@ from problems import CAUSAL, make_operands, make_problem, plan_of
 import fa3
 from fa3.planning.costs import H200
 from fa3.planning.planner import Plan, plan_forward
-from fa3.planning.prediction import Cost, Span, Timeline
+from fa3.planning.prediction import Span, Timeline
 from fa3.primitives.recorder import Note
 from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
@@ -36,10 +36,10 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @every_plan
 def test_every_unit_is_a_span_of_every_cta_of_its_cluster(plan):
     recorded = timeline_of(made_up_notes(plan), plan)
-    planned = {span.segment: span.cost for span in plan.simulate().spans}
+    planned = {span.segment: span for span in plan.simulate().spans}
     lanes = defaultdict(set)
     for span in recorded.spans:
-        assert span.cost[1:] == planned[span.segment][1:]
+        assert span[4:] == planned[span.segment][4:]
         lanes[span.segment].add(span.lane)
     assert lanes.keys() == planned.keys()
     assert all(len(sms) == plan.config.cluster for sms in lanes.values())
@@ -66,8 +66,8 @@ def test_warpgroups_are_merged_and_gaps_stay():
     ]
     recorded = timeline_of(notes, plan)
     assert recorded.spans == (
-        Span(2, 0.0, Segment(early), Cost(10.5, 2, 2)),
-        Span(2, 15.0, Segment(late), Cost(10.0, 2, 2)),
+        Span(2, 0.0, Segment(early), 10.5, 2, 2),
+        Span(2, 15.0, Segment(late), 10.0, 2, 2),
     )
     assert recorded.num_lanes == 3
     assert recorded.busy == (0.0, 0.0, 20.5)
@@ -77,7 +77,7 @@ def test_warpgroups_are_merged_and_gaps_stay():
 def test_a_lane_is_never_busy_twice():
     """The next tile of one warpgroup begins before the other warpgroup's tile has ended."""
     first, second = Segment(Tile(1, 0, 0)), Segment(Tile(0, 0, 0))
-    spans = (Span(0, 0.0, first, Cost(10.0, 1, 1)), Span(0, 9.0, second, Cost(10.0, 1, 1)))
+    spans = (Span(0, 0.0, first, 10.0, 1, 1), Span(0, 9.0, second, 10.0, 1, 1))
     timeline = Timeline(spans, 1)
     assert timeline.ends == (9.0, 19.0)
     assert timeline.busy == (19.0,)
@@ -128,7 +128,7 @@ def test_what_a_plan_notes(plan, device):
 def check_units(plan: Plan, notes: list[Note]) -> None:
     """Assert that every warpgroup notes every unit once."""
     cluster, consumers = plan.config.cluster, plan.config.consumers
-    segments = {span.segment: span.cost.blocks for span in plan.simulate().spans}
+    segments = {span.segment: span.blocks for span in plan.simulate().spans}
     assert len(notes) == len(segments) * cluster * consumers
     ctas = {(note.sm, note[2:7]) for note in notes}
     assert Counter((note.sm, note[2:7], note.warpgroup) for note in notes) == Counter(
@@ -175,8 +175,8 @@ def made_up_notes(plan: Plan, seed: int = 0) -> list[Note]:
     sms = chance.sample(range(plan.gpu.num_sms), plan.gpu.num_sms)
     free, notes = {}, []
     for span in sorted(plan.simulate().spans, key=lambda span: span.start):
-        (tile, first, end, *_), us = span.segment, span.cost.us
-        first, end = (first, end) if plan.schedule.splits else (0, span.cost.blocks)
+        (tile, first, end, *_), us = span.segment, span.us
+        first, end = (first, end) if plan.schedule.splits else (0, span.blocks)
         for rank in range(config.cluster):
             sm = sms[span.lane * config.cluster + rank]
             length = round(1000 * us * chance.gauss(1, 0.02))

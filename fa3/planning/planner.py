@@ -19,7 +19,7 @@ from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_ga
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate, choice_of, counted, describe_config, duration
 from fa3.planning.launch import OF_FORWARD, FromCall, Launch, Memory, PlanBase
-from fa3.planning.prediction import Cost, Load, Prediction, Timeline, loads_of_whole_tiles, predict
+from fa3.planning.prediction import Load, Prediction, Timeline, loads_of_whole_tiles, predict
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
 from fa3.primitives.shared_memory import CAPACITY
@@ -130,7 +130,7 @@ class Plan(PlanBase):
         tiled = self.tiled
         costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
 
-        def cost_of(segment: Segment) -> Cost:
+        def cost_of(segment: Segment) -> tuple:
             blocks = masks.Blocks(*by_m_block[segment.tile.m_block])
             part_us = 0.0
             if not segment.is_whole:
@@ -138,7 +138,7 @@ class Plan(PlanBase):
             if segment.begin is not None:
                 blocks = blocks.between(segment.begin, segment.end)
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
-            return Cost(costs.us(full, touched - full) + part_us, touched, full)
+            return costs.us(full, touched - full) + part_us, touched, full
 
         # Without owners the first free cluster takes the next tile, as the GPU starts clusters.
         is_owned = self.schedule.owners is not None

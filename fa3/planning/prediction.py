@@ -226,25 +226,20 @@ def overlapped_us(compute_us: float, memory_us: float) -> float:
     return (compute_us**EXPONENT + memory_us**EXPONENT) ** (1 / EXPONENT)
 
 
-class Cost(NamedTuple):
-    """A segment's microseconds, key blocks, and blocks without a mask."""
-
-    us: float
-    blocks: int
-    full_blocks: int
-
-
 class Span(NamedTuple):
-    """A segment on a lane, from `start` on, in microseconds."""
+    """A segment on a lane, from `start` on for `us`, in microseconds."""
 
     lane: int
     start: float
     segment: Segment
-    cost: Cost
+    us: float
+    # blocks, full_blocks: key blocks, and of these the ones without a mask.
+    blocks: int
+    full_blocks: int
 
     @property
     def end(self) -> float:
-        return self.start + self.cost.us
+        return self.start + self.us
 
 
 @dataclass(frozen=True)
@@ -263,25 +258,23 @@ class Timeline:
 
     @classmethod
     def of(
-        cls, schedule: Schedule, num_lanes: int, us: float, cost_of: Callable[[Segment], Cost]
+        cls, schedule: Schedule, num_lanes: int, us: float, cost_of: Callable[[Segment], tuple]
     ) -> "Timeline":
         """Simulate a schedule's clusters on at most `num_lanes` lanes.
-        All times are scaled, so that the last segment ends at `us`."""
+        `cost_of` gives the last three fields of a segment's `Span`. All times are scaled, so that
+        the last segment ends at `us`."""
         num_lanes = min(schedule.num_clusters, num_lanes)
         free = [(0.0, lane) for lane in range(num_lanes)]
         spans = []
         for cluster in range(schedule.num_clusters):
             now, lane = heapq.heappop(free)
             for segment in walk(schedule, cluster):
-                span = Span(lane, now, segment, cost_of(segment))
+                span = Span(lane, now, segment, *cost_of(segment))
                 spans.append(span)
                 now = span.end
             heapq.heappush(free, (now, lane))
         factor = us / (max(free)[0] or 1.0) if free else 1.0
-        scaled = (
-            Span(lane, factor * start, segment, cost._replace(us=factor * cost.us))
-            for lane, start, segment, cost in spans
-        )
+        scaled = (one._replace(start=factor * one.start, us=factor * one.us) for one in spans)
         return cls(tuple(scaled), num_lanes)
 
     @cached_property
@@ -317,12 +310,12 @@ class Timeline:
     @property
     def blocks(self) -> int:
         """Key blocks of all tiles."""
-        return sum(span.cost.blocks for span in self.spans)
+        return sum(span.blocks for span in self.spans)
 
     @property
     def full_blocks(self) -> int:
         """Key blocks that need no mask."""
-        return sum(span.cost.full_blocks for span in self.spans)
+        return sum(span.full_blocks for span in self.spans)
 
     @property
     def balance(self) -> float:

@@ -8,10 +8,10 @@ from fa3.calls.prepare import Scales
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
 from fa3.planning.planner import Plan, check_plan
-from fa3.planning.prediction import Cost, Span, Timeline
+from fa3.planning.prediction import Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem
-from fa3.schedules import Segment, Tile
+from fa3.schedules import Tile
 
 RUNS = 5  # launches of a recording; the last one counts
 
@@ -126,21 +126,20 @@ def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
     spans = []
     for (sm, key), group in by_cta.items():
         began, ended = min(note.began for note in group), max(note.ended for note in group)
-        segment, cost = planned[key]
+        start, us = (began - first) / NS_PER_US, (ended - began) / NS_PER_US
         # A mask of the user's may touch fewer blocks than the plan can know.
         blocks = group[0].end_block - group[0].first_block
-        cost = cost._replace(us=(ended - began) / NS_PER_US, blocks=blocks)
-        spans.append(Span(sm, (began - first) / NS_PER_US, segment, cost))
+        spans.append(planned[key]._replace(lane=sm, start=start, us=us, blocks=blocks))
     spans.sort(key=lambda span: (span.start, span.lane))
     num_lanes = max((plan.gpu.num_sms, *(note.sm + 1 for note in notes)))
     return Timeline(tuple(spans), num_lanes)
 
 
-def planned_segments(plan: Plan) -> dict[tuple, tuple[Segment, Cost]]:
-    """The segments of a plan, with what they should cost."""
+def planned_segments(plan: Plan) -> dict[tuple, Span]:
+    """The segments of a plan, as they should run."""
     return {
-        segment_key(plan, segment.tile, segment.begin, segment.end): (segment, cost)
-        for _, _, segment, cost in plan.simulate().spans
+        segment_key(plan, span.segment.tile, span.segment.begin, span.segment.end): span
+        for span in plan.simulate().spans
     }
 
 
