@@ -29,12 +29,7 @@ from fa3.planning.backward_packed import (
 from fa3.planning.costs import Gpu
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
-from fa3.reference.backward import (
-    BackwardOperands,
-    Gradients,
-    execute_backward,
-    gradient_of_sinks,
-)
+from fa3.reference.backward import BackwardOperands, Gradients, execute_backward, gradient_of_sinks
 from fa3.reference.dropout import Dropout
 from fa3.reference.walker import PackedLengths
 

@@ -14,21 +14,9 @@ import numpy as np
 import torch
 
 from fa3.calls.backward import preparation_of
-from fa3.calls.call import (
-    DESCALES,
-    INTEGERS,
-    MOST_RAGGED_ROWS,
-    AttentionCall,
-    check_tensors,
-)
+from fa3.calls.call import DESCALES, INTEGERS, MOST_RAGGED_ROWS, AttentionCall, check_tensors
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.execution import (
-    EqualQueries,
-    PreparedPlan,
-    launcher,
-    packed_call,
-    prepare_on_cache,
-)
+from fa3.calls.execution import EqualQueries, PreparedPlan, launcher, packed_call, prepare_on_cache
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import (
     ALIGNMENT,

@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from fa3.calls.call import (
-    INTEGERS,
-    LENGTHS,
-    LENGTHS_OF_PACKED,
-    AttentionCall,
-    lengths_of,
-)
+from fa3.calls.call import INTEGERS, LENGTHS, LENGTHS_OF_PACKED, AttentionCall, lengths_of
 from fa3.calls.operands import used_queries
 from fa3.calls.options import PACKED, integer
 from fa3.primitives.arithmetic import LARGEST

@@ -15,14 +15,7 @@ from typing import Any
 
 from fa3.calls.options import PACKED
 from fa3.distributed.alone import KeyPart
-from fa3.distributed.transfer import (
-    Placed,
-    RowExchange,
-    Runs,
-    exchange_of,
-    together,
-    with_begins,
-)
+from fa3.distributed.transfer import Placed, RowExchange, Runs, exchange_of, together, with_begins
 from fa3.problem import NO_BOUND, Window, visible_pairs
 
 
