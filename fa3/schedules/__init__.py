@@ -14,6 +14,13 @@ from fa3.schedules.order import walk as walk
 from fa3.schedules.split import SplitTiles, TileList
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    kind.name: kind for kind in (SingleTile, StaticPersistent, TileList, Dynamic, SplitTiles)
+    kind.name: kind
+    for kind in (
+        SingleTile,
+        StaticPersistent,
+        TileList,
+        Dynamic,
+        SplitTiles,
+    )
 }
 """Schedules by the names that calls and the command line take."""
