@@ -226,7 +226,8 @@ class Decode(DecodeMemory):
         # Written with `batch - 1`, the compiler would keep that in a register and spill others.
         watched = cutlass.min(cute.arch.lane_idx() + 1, batch) - 1
         before = early.lengths.read(watched)
-        place = self.locate_early(early, before)
+        # Each lane has the length of one sequence, if there are few.
+        place = self.locate(early) if self.cache.is_full else early.locate_among_few(before)
         if is_prefetcher:
             if cutlass.const_expr(self.cache.is_fp8):
                 cute.arch.setmaxregister_decrease(self.registers[1])
@@ -241,11 +242,6 @@ class Decode(DecodeMemory):
                 if batch > WARP or not is_same(before, late.lengths.read(watched)):
                     place = self.locate(late)
             self.attend(operands, smem, replace(late, place=place))
-
-    def locate_early(self, walk: Walk, length: tuple) -> Place:
-        """Where the piece begins, if there are few sequences.
-        Each lane has the length of one."""
-        return self.locate(walk) if self.cache.is_full else walk.locate_among_few(length)
 
     @cute.jit
     def attend(self, operands: DecodeOperands, smem: DecodeBuffers, walk: Walk):

@@ -218,7 +218,8 @@ class BackwardPlan(PlanBase):
         # Whether key tiles may have parts of lines: see `fa3.primitives.key_line`.
         if is_ordered and not mask.left and whole.key_tiles_of_head <= TILES_OF_LINE:
             tiles = key_tiles_of(problem.spec, whole.config, sequence, False)
-            ratio, fitting = problem.qhead_per_kvhead, whole.heads_in_lines
+            ratio = problem.qhead_per_kvhead
+            fitting = heads_in_lines(problem.spec, problem.seqlen_q)
             # Two sets under a causal mask lost 1 to 2% (docs/experiments.md).
             most_sets = 1 if mask.right else MOST_LINES
             lines = share_lines((tiles,), heads, ratio, num_sms, fitting, most_sets)
@@ -351,11 +352,6 @@ class BackwardPlan(PlanBase):
         return rows_in_l2(self.problem.spec) // self.problem.seqlen_q
 
     @property
-    def heads_in_lines(self) -> int:
-        """Query heads of the lines that run at the same time."""
-        return heads_in_lines(self.problem.spec, self.problem.seqlen_q)
-
-    @property
     def accumulators(self) -> int:
         """dQ accumulators: two where handing on takes longer than a step.
         That is so where all parts of query blocks begin at once, or where key tiles are one short
@@ -409,9 +405,10 @@ class BackwardPlan(PlanBase):
         """Heads of a head group: their Q, dO and dQ fit L2.
         So a head's tiles add to dQ at the same time. Sets of query heads count as heads. A few
         heads more or less make groups about equal, so that the last one is not small."""
-        if self.shares.line_length is not None:
-            return lines_of_group(self.heads, self.query_heads_of_cta, self.heads_in_lines)
         problem, waves = self.problem, self.waves
+        if self.shares.line_length is not None:
+            fitting = heads_in_lines(problem.spec, problem.seqlen_q)
+            return lines_of_group(self.heads, self.query_heads_of_cta, fitting)
         tiles = self.key_tiles_of_head * self.shares.block_parts
         if waves is not None and self.alternates:
             return waves.heads_per_group(self.heads, tiles)
