@@ -111,6 +111,14 @@ def test_one_head_too_long_for_the_budget_is_a_group():
     assert plan.schedule.order.heads_per_group * plan.config.cluster_h == 2
 
 
+@pytest.mark.parametrize(("seqlen", "rows"), [(512, {0, 1, 2, 3}), (1024, {5, 6, 7})])
+def test_short_heads_are_read_in_small_groups(seqlen, rows):
+    problem = make_problem(64, seqlen, seqlen, 16, head_dim=128, window=Window(right=0))
+    schedule = plan_forward(problem, schedule=None if seqlen == 512 else TileList).schedule
+    first = schedule.table[: schedule.num_clusters].tolist()
+    assert {schedule.order.tile(number).m_block for number in first} == rows
+
+
 def test_o_is_staged_where_it_has_room():
     config = replace(TILES, own_o=False)
     problem = make_problem(head_dim=64, head_dim_v=128)

@@ -104,24 +104,17 @@ def test_a_cluster_keeps_to_the_order(schedule):
         assert numbers == sorted(numbers)
 
 
-@given(orders())
-def test_heads_come_in_groups_and_rows_run_one_way_in_each(order):
-    tiles = [order.tile(index) for index in range(order.num_tiles)]
-    flat_head = [tile.batch * order.num_heads + tile.head for tile in tiles]
-    group = [head // order.heads_per_group for head in flat_head]
-    assert group == sorted(group)
-    for number in set(group):
-        rows = [t.m_block for t, of in zip(tiles, group, strict=True) if of == number]
-        down = sorted(rows, reverse=True)
-        assert rows == down or (rows == down[::-1] and number != group[-1])
-
-
-def test_neighbours_in_a_group_are_the_same_rows_of_different_heads():
-    order = TileOrder(num_m_blocks=2, num_heads=2, batch=2, heads_per_group=4)
-    assert [tuple(order.tile(index)) for index in range(order.num_tiles)] == [
-        *((1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)),
-        *((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)),
-    ]
+@given(orders(), st.integers(1, 12))
+def test_heads_come_in_groups_and_the_last_rows_first_in_each(order, most):
+    """Also in smaller groups, where as many heads as a group has come last, together."""
+    whole, tiles = order.heads_per_group, [order.tile(i) for i in range(order.num_tiles)]
+    for few in (whole, min(most, whole)):
+        last = -(-max(0, order.num_heads * order.batch - whole) // few)
+        heads = (tile.batch * order.num_heads + tile.head for tile in tiles)
+        places = [(min(h // few, last), -t.m_block, h) for t, h in zip(tiles, heads, strict=True)]
+        numbers = order.in_smaller_groups(few).tolist()
+        assert [places[number] for number in numbers] == sorted(places)
+        assert few < whole or numbers == list(range(order.num_tiles))
 
 
 def test_static_persistent_deals_back_and_forth():

@@ -33,7 +33,7 @@ from fa3.planning.costs import AGAIN, Costs, TileCosts
 from fa3.planning.tilings import TiledProblem
 from fa3.schedules import Schedule, Segment, walk
 from fa3.schedules.order import Segments
-from fa3.schedules.split import LATE, end_of_last
+from fa3.schedules.split import LATE, TileList, end_of_last
 
 EXACT_ROUNDS = 1
 """Full rounds at the end that a prediction simulates segment by segment, with the partial one."""
@@ -44,6 +44,9 @@ EXPONENT = 2.5
 POWER_EXPONENT = 2.5
 """Power at full load grows with this power of the clock. Assumed; only measured with all SMs busy.
 """
+
+SPREAD_EXPONENT = 3.5
+"""The same where a list spreads reads of K and V (`TiledProblem.spreads_reads`)."""
 
 APART = 0.6
 """Share of the parts' keys that are read from device memory, where L2 does not hold all keys:
@@ -206,12 +209,14 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
     if burst:
         busy_share += costs.memory_power * min(1.0, memory_us / burst)
     slowdown = max(1.0, tile.steady * busy_share ** (1 / POWER_EXPONENT))
+    is_spread = schedule == TileList.name and tiled.spreads_reads
+    exponent = SPREAD_EXPONENT if is_spread else EXPONENT
     launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
     if config.fixed_row_max:
         launch_us += costs.call_us.get(AGAIN, 0.0)
     return Prediction(
-        overlapped_us(burst * slowdown, memory_us) + launch_us,
-        overlapped_us(burst, memory_us) + launch_us,
+        overlapped_us(burst * slowdown, memory_us, exponent) + launch_us,
+        overlapped_us(burst, memory_us, exponent) + launch_us,
         burst * slowdown,
         memory_us,
         launch_us,
@@ -221,9 +226,9 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
     )
 
 
-def overlapped_us(compute_us: float, memory_us: float) -> float:
+def overlapped_us(compute_us: float, memory_us: float, exponent: float) -> float:
     """The time of compute and memory traffic that overlap."""
-    return (compute_us**EXPONENT + memory_us**EXPONENT) ** (1 / EXPONENT)
+    return (compute_us**exponent + memory_us**exponent) ** (1 / exponent)
 
 
 class Span(NamedTuple):

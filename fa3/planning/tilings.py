@@ -50,15 +50,31 @@ class TiledProblem:
     @property
     def heads_per_group(self) -> int:
         """Consecutive query heads whose K and V fit L2: a head group.
-        Without a mask it is the smaller `FULL_SHARE` of L2, if that holds two or more heads."""
-        problem, spec = self.problem, self.problem.spec
-        kv_bytes = max(1, problem.seqlen_k * spec.key_bytes)
-        kv_heads = max(1, self.gpu.l2_bytes // kv_bytes)
-        fewer_kv_heads = int(FULL_SHARE * self.gpu.l2_bytes) // kv_bytes
-        if not has_mask(spec) and fewer_kv_heads > 1:
-            kv_heads = fewer_kv_heads
+        Without a mask these are as few as `heads_at_once`."""
+        return self.heads_in(1.0) if has_mask(self.problem.spec) else self.heads_at_once
+
+    @property
+    def heads_at_once(self) -> int:
+        """As many heads as fit `FULL_SHARE` of L2.
+        Where that is no more than one key/value head, as many as fit all of L2."""
+        few = self.heads_in(FULL_SHARE)
+        return few if few > self.problem.qhead_per_kvhead else self.heads_in(1.0)
+
+    def heads_in(self, share: float) -> int:
+        """Consecutive query heads whose K and V fit a share of L2."""
+        problem = self.problem
+        kv_bytes = max(1, problem.seqlen_k * problem.spec.key_bytes)
+        kv_heads = max(1, int(share * self.gpu.l2_bytes) // kv_bytes)
         heads = problem.batch * problem.num_heads_q
         return max(1, min(kv_heads * problem.qhead_per_kvhead, heads))
+
+    @property
+    def spreads_reads(self) -> bool:
+        """Whether head groups of a list, except for the last, have `heads_at_once`."""
+        problem = self.problem
+        if not has_mask(problem.spec) or max(problem.seqlen_q, problem.seqlen_k) > SPREAD_KEYS:
+            return False
+        return self.heads_in(1.0) < problem.batch * problem.num_heads_q
 
     @property
     def lanes(self) -> int:
@@ -211,6 +227,11 @@ FULL_SHARE = 0.2
 """Share of L2's bytes for K and V that a head group has without a mask, where no longest tile must
 be early. Its tiles then run at about the same time: 2 to 10% faster at 300 to 4k keys, at 16k up to
 3% slower with one head instead of four (docs/experiments.md)."""
+
+SPREAD_KEYS = 512
+"""Queries and keys up to which groups in lists are small under a mask, too. All K and V of a large
+group are read while its first, longest tiles run, and none later. With 512 keys small groups are 3
+to 6% faster at head sizes 96 to 256, with 1k by 0.2% slower to 1% faster (docs/experiments.md)."""
 
 FEW_TILES = 8
 """With fewer query tiles per head, an odd number of them makes clusters of two cost more than they

@@ -62,15 +62,19 @@ class TileList(TableSchedule):
 
     @classmethod
     def make(cls, tiled) -> "TileList":
-        return cls.balanced(tiled.order, tiled.num_clusters, tiled.times)
+        few = max(1, tiled.heads_at_once // tiled.config.cluster_h) if tiled.spreads_reads else None
+        return cls.balanced(tiled.order, tiled.num_clusters, tiled.times, few)
 
     @classmethod
-    def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
+    def balanced(
+        cls, order: TileOrder, num_clusters: int, times: np.ndarray, few: int | None = None
+    ) -> "TileList":
         """Assign the tiles so that all clusters end about together.
-        `times` says how long each tile takes, by its number, in any unit."""
-        owners = balance(times, num_clusters)
-        table = columns_of_owners(np.arange(order.num_tiles), owners, num_clusters)
-        return cls(order, num_clusters, table)
+        `times` says how long each tile takes, by its number, in any unit. With `few`, head groups
+        but the last have so many heads only."""
+        numbers = order.in_smaller_groups(few) if few else np.arange(order.num_tiles)
+        owners = balance(times[numbers], num_clusters)
+        return cls(order, num_clusters, columns_of_owners(numbers, owners, num_clusters))
 
     @classmethod
     def in_order_of(cls, tiled, arrange: Callable[[list[Tile]], Iterable[Tile]]) -> "TileList":
