@@ -235,9 +235,7 @@ class UnitVectors:
     is_transposed: bool  # whether the rows' transpose is written
 
     @classmethod
-    def of(
-        cls, rows: cute.Tensor, means: cute.Tensor | None, is_rotated: bool, is_transposed: bool
-    ) -> "UnitVectors":
+    def of(cls, rows, means, is_rotated: bool, is_transposed: bool) -> "UnitVectors":
         thread, _, _ = cute.arch.thread_idx()
         columns = rows.shape[1]
         vector, lost = thread % (columns // VECTOR), None
@@ -258,14 +256,13 @@ class UnitVectors:
 
     def vector_in(self, rows: cute.Tensor, block, i: int) -> cute.Tensor:
         """Vector i of this thread in a block of rows."""
+        last = rows.shape[0][0] * rows.shape[0][1] - 1
         if self.is_transposed:
-            last = rows.shape[0][0] * rows.shape[0][1] - 1
             group = self.group(block, last // KEYS_OF_GROUP)
             index = group * KEYS_OF_GROUP + self.thread % 4 * 2 + (i % 2 + i // 2 * 8)
         else:
             index = block * self.height + i * (self.height // VECTORS_AT_ONCE)
             index += self.thread // (self.columns // VECTOR)
-            last = rows.shape[0][0] * rows.shape[0][1] - 1
         return vector_of(rows[cutlass.min(index, last), None], self.vector)
 
     def group(self, block, last):

@@ -126,16 +126,14 @@ class SharedAttention(TwoLevelAttention):
     @classmethod
     def of(cls, sums: cute.Tensor, thread, *fields) -> "SharedAttention":
         """`sums` is the warpgroup's, (64 * columns / 2, 2)."""
-        attention = cls(*fields)
+        attention = super().of(*fields)
         (*quad, chunks), *ones = attention.regs.acc_O.shape
         # Four registers lie next to four of the neighbouring threads. The halves are far apart.
         stride = (1, 2, (QUAD * WARPGROUP, sums.stride[1])), 0, 0
         layout = cute.make_layout(((*quad, (chunks // 2, 2)), *ones), stride=stride)
         pointer = (sums.iterator + thread * QUAD).align(16)
-        counts = cute.make_rmem_tensor(2, Int32)
-        counts.fill(0)
-        shared, fresh = cute.make_tensor(pointer, layout), attention.regs.acc_O
-        return replace(attention, fresh=fresh, counts=counts, shared=shared)
+        shared = cute.make_tensor(pointer, layout)
+        return replace(attention, fresh=attention.regs.acc_O, shared=shared)
 
     @property
     def accs(self) -> tuple:
@@ -255,11 +253,9 @@ class ValueTransposer(BlockRewriter):
         column = 16 * (matrix // 2) + 2 * row + (matrix % 2 ^ row // 4)
         block = tile_n * columns
         # Without the swizzles of the buffers.
-        begin, begin_t = (
-            Int32(one.iterator.toint()) for one in (self.ring.loaded, self.ring.blocks)
-        )
-        source = begin + (from_state.index * block + key * width)
-        target = begin_t + (to_state.index * block + column * length)
+        source, target = (Int32(x.iterator.toint()) for x in (self.ring.loaded, self.ring.blocks))
+        source += from_state.index * block + key * width
+        target += to_state.index * block + column * length
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
         at_once = LOADS_AT_ONCE[self.warps]
         for piece in cutlass.range(self.warp, tile_n // CHUNK, self.warps, unroll=1):
