@@ -387,6 +387,7 @@ WRONG = {
     "rows": ({"q": (1, 5, 3, 16), "k": (1, 5, 3, 16)}, "", "ValueError: rank 1 must have 4 of 15"),
     "keys": ({"k": (1, 5, 3, 16)}, "", "ValueError: rank 1: k must have shape (1, 3, 3, 16)"),
     "values": ({"v": BRIEF[:, :2]}, "", "ValueError: rank 1: v must have shape (1, 3, 3, 16)"),
+    "rank": ({"v": BRIEF[0]}, "", "ValueError: rank 1: v must have 4 dimensions, got (3, 3, 16)"),
     "value heads": ({"v": BRIEF[:, :, :2]}, "", "ValueError: rank 1: v must have shape (1, 3, "),
     "strides": ({"q": BRIEF.mT.contiguous().mT}, "", "ValueError: rank 1: q must be contiguous"),
     "seqlen": ({"seqlen": "13"}, "", "TypeError: rank 1: seqlen must be an integer, got '13'"),

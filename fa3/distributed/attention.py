@@ -172,7 +172,7 @@ def check_call(
         raise NotImplementedError("q must be in 16 bits over ranks, got torch.float8_e4m3fn")
     for name in "qkv":
         if len(shape := getattr(call, name).shape) != 4 - is_packed:
-            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {shape}")
+            raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {tuple(shape)}")
     asked = {name: named[name] for name in ASKED} | {"has_gradient": wants}
     made = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
