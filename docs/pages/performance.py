@@ -40,12 +40,13 @@ FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
 DECODE = ("h100-2026-11-27-heads", "h200-2026-11-27-peers")
 PACKED = ("h100-2026-11-27-grid", "h200-2026-11-27-peers")
 BACKWARD = (
+    "h200-2026-11-28-heads",
     "h100-2026-11-28-heads",
     "h100-2026-11-27-grid",
     "h200-2026-11-27-peers",
     "h100-2026-11-25-regimes",
 )
-BACKWARD_STEADY = ("h100-2026-11-28-heads", "h100-2026-11-25-regimes")
+BACKWARD_STEADY = ("h200-2026-11-28-heads", "h100-2026-11-28-heads", "h100-2026-11-25-regimes")
 """Records, the newest first. Older records give the cells that newer records do not have."""
 
 NAMES = {
@@ -68,10 +69,10 @@ records in `benchmarks/results`, and a test fails if it is out of date.
 - Each cell is from the newest record that has it. Older records were measured with older kernels.
   One record is left out: a repeat of three decoding cells (`decode-again.csv`), which
   [benchmarks.md](benchmarks.md#decoding) shows.
-- H100s ran seven forward cells of 256 and ten gradients of few heads on 2026-11-28. On the day
-  before they ran the forward grid, the other gradients of few heads, gradients of (192, 128) and of
-  256 causal 16k in bursts, and two packed cells. H200s on that day ran three forward cells of 256,
-  the other gradients in bursts, the other packed cells and decoding. Few tiles and the other
+- On 2026-11-28 H200s ran fifteen gradients of few heads, and H100s seven forward cells of 256 and
+  a gradient of 6/1 heads. On the day before H100s ran the forward grid, gradients of (192, 128) and
+  of 256 causal 16k in bursts, and two packed cells. H200s on that day ran three forward cells of
+  256, the other gradients in bursts, the other packed cells and decoding. Few tiles and the other
   gradients under steady load are older.
 - *Burst* and *steady load* are explained in [benchmarks.md](benchmarks.md), which also has the
   remaining figures. How everything is measured: [benchmarks/README.md](../benchmarks/README.md).
