@@ -104,17 +104,17 @@ def test_a_cluster_keeps_to_the_order(schedule):
         assert numbers == sorted(numbers)
 
 
-@given(orders(), st.integers(1, 12))
-def test_heads_come_in_groups_and_the_last_rows_first_in_each(order, most):
-    """Also in smaller groups, where as many heads as a group has come last, together."""
+@given(orders(), st.integers(1, 12), st.integers(1, 12))
+def test_heads_come_in_groups_and_the_last_rows_first_in_each(order, few, more):
+    """Also in smaller groups, where more heads come last, together."""
     whole, tiles = order.heads_per_group, [order.tile(i) for i in range(order.num_tiles)]
-    for few in (whole, min(most, whole)):
-        last = -(-max(0, order.num_heads * order.batch - whole) // few)
+    for most, last in ((whole, whole), (few, few + more)):
+        end = -(-max(0, order.num_heads * order.batch - last) // most)
         heads = (tile.batch * order.num_heads + tile.head for tile in tiles)
-        places = [(min(h // few, last), -t.m_block, h) for t, h in zip(tiles, heads, strict=True)]
-        numbers = order.in_smaller_groups(few).tolist()
+        places = [(min(h // most, end), -t.m_block, h) for t, h in zip(tiles, heads, strict=True)]
+        numbers = order.in_smaller_groups(most, last).tolist()
         assert [places[number] for number in numbers] == sorted(places)
-        assert few < whole or numbers == list(range(order.num_tiles))
+        assert most != last or numbers == list(range(order.num_tiles))
 
 
 def test_static_persistent_deals_back_and_forth():

@@ -123,15 +123,15 @@ class TileOrder:
         numbers = np.concatenate((np.tile(group, needed), ends))
         return numbers[len(numbers) - count :]
 
-    def in_smaller_groups(self, most: int) -> np.ndarray:
-        """All tile numbers, by groups of `most` heads, a whole group last.
+    def in_smaller_groups(self, most: int, last: int) -> np.ndarray:
+        """All tile numbers, by groups of `most` heads; the last has `last`.
         Only at the end must the longest tiles be early."""
         head = np.arange(self.num_heads * self.batch)
         first_head = head - head % self.heads_per_group
         heads = np.minimum(self.heads_per_group, len(head) - first_head)
         ranks = np.arange(self.num_m_blocks)[:, None]
         numbers = first_head * (self.num_m_blocks - 1) + head + ranks * heads
-        cut = -(-max(0, len(head) - self.heads_per_group) // most) * most
+        cut = -(-max(0, len(head) - last) // most) * most
         few = numbers[:, :cut].reshape(self.num_m_blocks, cut // most, most).swapaxes(0, 1)
         return np.concatenate((few.ravel(), numbers[:, cut:].ravel()))
 
