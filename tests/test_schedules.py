@@ -105,8 +105,7 @@ def test_a_cluster_keeps_to_the_order(schedule):
 
 
 @given(orders(), st.integers(1, 12), st.integers(1, 12))
-def test_heads_come_in_groups_and_the_last_rows_first_in_each(order, few, more):
-    """Also in smaller groups, where more heads come last, together."""
+def test_heads_come_in_groups_of_any_size_and_the_last_rows_first(order, few, more):
     whole, tiles = order.heads_per_group, [order.tile(i) for i in range(order.num_tiles)]
     for most, last in ((whole, whole), (few, few + more)):
         end = -(-max(0, order.num_heads * order.batch - last) // most)
