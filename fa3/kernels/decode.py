@@ -401,6 +401,9 @@ class Decode(DecodeMemory):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):
                 descales = self.fetch_q(operands, smem.q, walk, following, 1 - q_stage)
+            elif cutlass.const_expr(self.holds_q):
+                consumer_barrier().arrive_and_wait()  # All warps have Q in registers.
+                descales = self.fetch_q(operands, smem.q, walk, following, q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
             coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
@@ -422,7 +425,7 @@ class Decode(DecodeMemory):
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
-            else:
+            elif cutlass.const_expr(not self.holds_q):
                 # A warp knows only that itself has read Q: wait for the others.
                 consumer_barrier().arrive_and_wait()
                 descales = self.fetch_q(operands, smem.q, walk, following, q_stage)

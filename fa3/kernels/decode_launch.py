@@ -19,7 +19,8 @@ class DecodeConfig:
     """Tiling of the decode kernel."""
 
     kv_stages: int  # blocks of K, and of V, in shared memory, as they are loaded
-    q_stages: int  # Q tiles in shared memory; with two, the next segment's Q is loaded early
+    # Q tiles in shared memory. With two, or with Q in registers, the next segment's Q is early.
+    q_stages: int
     # CTAs for which an SM has room; with two, CTAs of the next call come early. From an FP8 cache
     # both are of one call.
     ctas_of_sm: int = 1

@@ -11,7 +11,7 @@ Roles per CTA
     warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
 
 Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
-    pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
+    pipeline_q  Q tile                 q_stages   released after its last Q K^T; see `convert_q`
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
     In FP8 (`forward_formats`) warps rewrite blocks of V, or of both, into `converted_stages`. They
@@ -48,10 +48,10 @@ from fa3.kernels.forward_formats import Fp8Keys, Fp8Products, SixteenBits
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.kernels.kernel_base import AttentionKernel
 from fa3.primitives.arithmetic import Divisor
-from fa3.primitives.attention import BlockStream
+from fa3.primitives.attention import BlockStream, Mmas
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, TmaBlocks, stream_of_keys
 from fa3.primitives.dropout import DropoutArguments, TileDropout
-from fa3.primitives.fp8_blocks import CONVERTED, convert_rows
+from fa3.primitives.fp8_blocks import CONVERTED, convert_fragment, convert_rows
 from fa3.primitives.fragments import ScoreCoords, read_fragment
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
 from fa3.primitives.pipelines import lend_stages, skip_stages, tma_pipeline
@@ -196,6 +196,11 @@ class Forward(AttentionKernel):
         return not (self.config.own_o or self.stores_rows or self.format.stages_o_in_v)
 
     @property
+    def releases_q_early(self) -> bool:
+        """Whether Q makes room as soon as registers hold it."""
+        return self.format.holds_q and not self.stages_o_in_q
+
+    @property
     def slabs_of_q(self) -> int:
         """Slabs in a stage of Q.
 
@@ -307,7 +312,7 @@ class Forward(AttentionKernel):
         q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
         o_sums = config.sums_in_memory(self.spec) * self.columns_v
         o_elements = config.own_o * cute.cosize(o_layout) if o_sums == 0 else 0
-        maxima = warps * self.format.converts_q
+        maxima = warps * config.q_stages * self.format.converts_q
         fields_k, fields_v = blocks_k.fields, blocks_v.fields
 
         @cute.struct
@@ -335,7 +340,8 @@ class Forward(AttentionKernel):
             stages = cute.make_layout(config.kv_stages, stride=config.tile_n * self.columns_v)
             outer_o = cute.append(cute.slice_(outer_o, (None, None, 0)), stages)
         if cutlass.const_expr(maxima > 0):
-            largest = storage.largest.get_tensor(cute.make_layout((WARPS, config.consumers)))
+            sizes = WARPS, config.consumers, config.q_stages
+            largest = storage.largest.get_tensor(cute.make_layout(sizes))
         sums_of_groups = None
         if cutlass.const_expr(o_sums > 0):
             layout = cute.make_layout((ROWS * self.columns_v // 2, config.consumers, 2))
@@ -494,7 +500,7 @@ class Forward(AttentionKernel):
             sequence = operands.sequences.sequence(segment)
             scale, scale_v = self.scales(operands, tile)
             if cutlass.const_expr(self.format.converts_q):
-                scale *= self.convert_q(smem, q_state, group, thread, out.barrier)
+                scale *= self.convert_q(smem, mmas, regs.q, q_state, group, thread, out.barrier)
             mask_of_head = mask.at(tile.batch, tile.head)
             rules = ScorePipeline.of(scores, mask_of_head, coords, sequence, scale)
             blocks = self.key_blocks(rules.mask, segment, sequence)
@@ -502,14 +508,7 @@ class Forward(AttentionKernel):
             row_max = self.format.row_max(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, row_max)
             smem.pipe_q.consumer_wait(q_state)
-            q, q_place = regs.q, q_state.index
-            if cutlass.const_expr(self.slabs_of_q > 1):
-                q_place = q_state.index * config.consumers + group
-            if cutlass.const_expr(self.format.holds_q):
-                read_fragment(smem.q[None, None, q_place], mmas.qk, thread, q)
-                q = cute.recast_tensor(q, self.format.dtype)
-            else:
-                q = q[None, None, None, q_place]
+            q = self.operand_q(regs.q, q_state, group)
             dropout = None
             if cutlass.const_expr(self.spec.has_dropout):
                 dropout = TileDropout.of(operands.dropout, coords)
@@ -518,6 +517,9 @@ class Forward(AttentionKernel):
 
             k_state, v_state = attention.skip(blocks.end - touched.end, k_state, v_state)
             k_state = attention.first(touched.end - 1, k_state)
+            if cutlass.const_expr(self.releases_q_early):
+                # Registers hold Q, as the WGMMAs show.
+                smem.pipe_q.consumer_release(q_state)
             if cutlass.const_expr(smem.sums is not None):
                 out.drain()
             if cutlass.const_expr(self.cache is not None):
@@ -525,7 +527,7 @@ class Forward(AttentionKernel):
                 attention.clear_past_end(smem.v.blocks, last, v_state, thread, out.meet)
             started = recorder.now()
             k_state, v_state = attention.rest(touched, k_state, v_state)
-            if cutlass.const_expr(not self.stages_o_in_q):
+            if cutlass.const_expr(not (self.stages_o_in_q or self.releases_q_early)):
                 smem.pipe_q.consumer_release(q_state)
             parts = number = None
             if cutlass.const_expr(self.schedule_type.splits):
@@ -564,12 +566,25 @@ class Forward(AttentionKernel):
         turns.finish()
         out.wait()
 
-    def convert_q(self, smem: ForwardBuffers, q_state, group, thread, barrier):
+    def operand_q(self, q: cute.Tensor, q_state, group):
+        """This warpgroup's rows of Q, as Q K^T takes them."""
+        if self.format.holds_q:
+            return cute.recast_tensor(q, self.format.dtype)
+        place = q_state.index
+        if self.slabs_of_q > 1:
+            place = q_state.index * self.config.consumers + group
+        return q[None, None, None, place]
+
+    def convert_q(self, smem: ForwardBuffers, mmas: Mmas, q, q_state, group, thread, barrier):
         """Convert this warpgroup's rows of Q to fp16; return the scores' factor.
-        Past the sequence's last row TMA has loaded zeros."""
+        Past the sequence's last row TMA has loaded zeros. If registers hold Q, it is released after
+        the first Q K^T."""
         smem.pipe_q.consumer_wait(q_state)
         rows = smem.q[None, None, q_state.index * self.config.consumers + group]
-        largest = smem.largest[None, group]
+        largest = smem.largest[None, group, q_state.index]
+        if self.format.holds_q:
+            read_fragment(rows, mmas.qk, thread, q)
+            return convert_fragment(q, largest, barrier, thread)
         unscale = convert_rows(rows, self.dtype, Int32(ROWS), largest, barrier, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()

@@ -59,7 +59,7 @@ class ForwardBuffers(NamedTuple):
     k: BlockRing
     v: BlockRing
     o: cute.Tensor
-    # (4, consumers) int32, the largest query of each warp; None unless consumers convert Q.
+    # (4, consumers, stages) int32, each warp's largest query; None unless consumers convert Q.
     largest: cute.Tensor | None
     # Sums of O in float32, (64 * columns / 2, consumers, 2), in whose first half O is staged; None
     # if they are in registers.

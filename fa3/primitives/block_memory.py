@@ -109,7 +109,7 @@ class BlockMemory:
             return BlockRing(blocks, pipe, loaded, pipe)
         loading = new_pipeline(fields.loaded_barriers, kind, layout, self.rewriters)
         pipe = thread_pipeline(fields.barriers, self.stages, self.rewriters, readers)
-        return BlockRing(blocks, ConvertedPipeline(pipe), loaded, loading)
+        return BlockRing(blocks, ConvertedPipeline(**vars(pipe)), loaded, loading)
 
 
 def smem_field(dtype: type, elements: int):

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fragments import float_bits, float_of
+from fa3.primitives.fragments import convert_words, float_bits, float_of, widen_words
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 
@@ -167,28 +167,17 @@ class CacheConverter:
         return k_states, self.v.rewrite(*v_states)
 
 
-@dataclass(frozen=True)
-class ConvertedPipeline:
+class ConvertedPipeline(pipeline.PipelineAsync):
     """The mbarrier pipeline from warps that write blocks to the MMA warpgroups.
-
-    One lane of a warp arrives for its warp.
-    """
-
-    pipe: pipeline.PipelineAsync  # of so many producers and consumers as there are warps
-
-    def producer_acquire(self, state):
-        self.pipe.producer_acquire(state)
+    One lane of a warp arrives for its warp."""
 
     def producer_commit(self, state):
         with cute.arch.elect_one():
-            self.pipe.producer_commit(state)
-
-    def consumer_wait(self, state):
-        self.pipe.consumer_wait(state)
+            super().producer_commit(state)
 
     def consumer_release(self, state):
         with cute.arch.elect_one():
-            self.pipe.consumer_release(state)
+            super().consumer_release(state)
 
 
 @cute.jit
@@ -201,27 +190,20 @@ def convert_rows(
     barrier,  # of the warpgroup
     thread,
 ):
-    """Convert a tile's Q to fp16; each thread converts what it copied.
+    """Convert a tile's Q to fp16; return the scores' factor.
 
-    Rows in bf16 may be too large or too small for fp16, so a tile is multiplied by a power of two.
-
-    Returns:
-        what scores are to be multiplied by.
+    Each thread converts what it copied. Rows in bf16 may be too large or too small for fp16, so a
+    tile is multiplied by a power of two.
     """
-    columns, unscale = cute.size(smem, mode=[1]), Float32(1.0)
+    columns, scale, unscale = cute.size(smem, mode=[1]), Float32(1.0), Float32(1.0)
     if cutlass.const_expr(dtype.width == 8 or dtype is cutlass.BFloat16):
-        scale = Float32(1.0)
         steps = cute.ceil_div(cutlass.min(rows, ROWS) * (columns // VECTOR), WARPGROUP)
         if cutlass.const_expr(dtype.width != 8):
             most = Float32(0.0)
             for i in cutlass.range(steps, unroll=1):
                 values, _ = elements_at(smem, dtype, thread + i * WARPGROUP)
-                for j in cutlass.range_constexpr(VECTOR):
-                    size = cute.arch.fmax(values[j], -values[j])
-                    most = cute.arch.fmax(most, size if size < Float32.inf else Float32(0.0))
-            bits = largest_of_warps(float_bits(most), largest, thread, barrier.arrive_and_wait)
-            excess = cutlass.max((bits >> 23) - LARGEST_EXPONENT, -MOST_SCALED)
-            scale, unscale = (float_of((x + 127) << 23) for x in (-excess, excess))
+                most = largest_finite(most, values)
+            scale, unscale = powers_of_two(most, largest, thread, barrier)
         for i in cutlass.range(steps, unroll=1):
             values, target = elements_at(smem, dtype, thread + i * WARPGROUP)
             converted = cute.make_rmem_tensor(VECTOR, CONVERTED)
@@ -229,6 +211,34 @@ def convert_rows(
             # The tensor may say the type of before: to read it as another would lose its swizzle.
             cute.autovec_copy(cute.recast_tensor(converted, target.element_type), target)
     return unscale
+
+
+def convert_fragment(fragment: cute.Tensor, largest: cute.Tensor, barrier, thread):
+    """The same with a thread's part of Q in registers."""
+    unscale = Float32(1.0)
+    if fragment.element_type is not CONVERTED:
+        wide = cute.make_rmem_tensor(cute.size(fragment), Float32)
+        widen_words(fragment, wide)
+        scale, unscale = powers_of_two(largest_finite(Float32(0.0), wide), largest, thread, barrier)
+        wide.store(wide.load() * scale)
+        convert_words(wide, cute.recast_tensor(cute.flatten(fragment), CONVERTED))
+    return unscale
+
+
+def largest_finite(most: Float32, values: cute.Tensor) -> Float32:
+    """The largest of a number and of finite magnitudes."""
+    for i in range(cute.size(values)):
+        size = cute.arch.fmax(values[i], -values[i])
+        size = cutlass.select_(size < Float32.inf, size, Float32(0.0))
+        most = cute.arch.fmax(most, size)
+    return most
+
+
+def powers_of_two(most: Float32, largest: cute.Tensor, thread, barrier) -> tuple:
+    """Factors that bring Q into fp16, and scores back."""
+    bits = largest_of_warps(float_bits(most), largest, thread, barrier.arrive_and_wait)
+    excess = cutlass.max((bits >> 23) - LARGEST_EXPONENT, -MOST_SCALED)
+    return tuple(float_of((x + 127) << 23) for x in (-excess, excess))
 
 
 @cute.jit
