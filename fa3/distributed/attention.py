@@ -1,5 +1,6 @@
 """`fa3.distributed.flash_attn_func` and `flash_attn_varlen_func`: checks, agreement, autograd."""
 
+import contextlib
 import functools
 import numbers
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from fa3.calls.backward import wants_gradient
 from fa3.calls.call import check_tensors, describe_tensors
+from fa3.calls.latest import FastPath
 from fa3.calls.operands import Operand
 from fa3.calls.options import DENSE, PACKED, Options, check_scale, checked_options, integer
 from fa3.distributed.alone import KeyPart
@@ -100,8 +102,15 @@ def flash_attn_varlen_func(
 
 
 OPERANDS = "q", "k", "v", "alibi_slopes", "sinks"
+MAY_HAVE_GRADIENT = "q", "k", "v", "sinks"  # those that may have one
 ASKED = "causal", "softcap", "deterministic", "sm_margin", "return_lse"
 DEFAULTS = flash_attn_func.__kwdefaults__ or {}
+
+
+@functools.lru_cache(maxsize=REMEMBERED, typed=True)
+def latest_over_ranks(*_: object) -> FastPath[Hops | Ulysses]:
+    """Return what is remembered of the latest call with these options."""
+    return FastPath()
 
 
 @torch._disable_dynamo  # which torch.compiler.disable is, but imported when it is called
@@ -111,21 +120,31 @@ def attend_over_ranks(
     """Return the result of a public function of its arguments, by name."""
     groups, seqlen = groups_of(named.pop("group")), named["seqlen"]
     q, k, v, slopes, sinks = [named[name] for name in OPERANDS]
-    sizes, error = tuple([group.size() for group in groups]), None
+    # The first group has all ranks; there may be two more, of a mesh.
+    sizes = [group.size() for group in groups]
     # The first call of NCCL hangs if a rank has nothing to send.
     compares = not (isinstance(seqlen, numbers.Integral) and int(seqlen) >= 2 * sizes[0])
-    try:
-        call = checked(named, sizes, is_packed)
-    except Exception as wrong:
-        if not compares:
-            raise
-        error = wrong  # the other ranks wait for this one
-    if compares:
-        total = agree_on_rows(groups[0], 0 if error else q.shape[-3], named, error)
-        if seqlen not in (None, total):
-            raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
-        seqlen = total
-    method = prepare(call, seqlen, groups)
+    latest, method, error = None, None, None
+    if not compares:
+        with contextlib.suppress(TypeError):  # of values that cannot be looked up
+            asked = [named[name] for name in named if name not in OPERANDS]
+            asked += groups, is_packed, torch.is_grad_enabled(), *named["window_size"]
+            method, _ = (latest := latest_over_ranks(*asked)).find(named)
+    if method is None:
+        try:
+            call = checked(named, sizes, is_packed)
+        except Exception as wrong:
+            if not compares:
+                raise
+            error = wrong  # the other ranks wait for this one
+        if compares:
+            total = agree_on_rows(groups[0], 0 if error else q.shape[-3], named, error)
+            if seqlen not in (None, total):
+                raise ValueError(f"seqlen must be {total}, the rows of all ranks, got {seqlen}")
+            seqlen = total
+        method = prepare(call, seqlen, groups)
+        if latest is not None:
+            latest.remember(named, dict.fromkeys(OPERANDS, 16), (), method, MAY_HAVE_GRADIENT)
     modifiers, returns_lse = (slopes, sinks), named["return_lse"]
     if wants_gradient(q, k, v, sinks):
         run = lambda q, k, v, _: method.forward(q, k, v, modifiers, returns_lse)  # noqa: E731
@@ -136,24 +155,9 @@ def attend_over_ranks(
     return (out, lse) if returns_lse else out
 
 
-def checked(named: dict[str, Any], sizes: tuple[int, ...], is_packed: bool) -> tuple:
+def checked(named: dict[str, Any], sizes: list[int], is_packed: bool) -> tuple:
     """Check named arguments; return their description, options, layout and method.
-    The first size is of the group of all ranks; there may be two more, of a mesh."""
-    tensors = {name: named[name] for name in OPERANDS}
-    call = describe_tensors(tensors, Options(kind=DENSE))
-    wants = wants_gradient(*[tensors[name] for name in ("q", "k", "v", "sinks")])
-    rest = {name: value for name, value in named.items() if name not in OPERANDS}
-    try:
-        return check_call(call, sizes, is_packed, wants, *named["window_size"], **rest)
-    except TypeError:  # also of values that cannot be looked up
-        return check_call.__wrapped__(call, sizes, is_packed, wants, **rest)
-
-
-@functools.lru_cache(maxsize=REMEMBERED, typed=True)
-def check_call(
-    call: Any, sizes: tuple[int, ...], is_packed: bool, wants: bool, *_: object, **named: Any
-) -> tuple:
-    """Return what `checked` does, for tensors of these kinds."""
+    The sizes are of groups, of which the first has all ranks."""
     layout, method, kind = named["layout"], named["method"], PACKED if is_packed else DENSE
     check_sequence_layout(layout)
     if named["seqlen"] is not None:
@@ -168,12 +172,15 @@ def check_call(
             raise NotImplementedError(
                 f"{name} is not supported over ranks: it depends on positions in the whole sequence"
             )
+    tensors = {name: named[name] for name in OPERANDS}
+    call: Any = describe_tensors(tensors, Options(kind=DENSE))
     if call.q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("q must be in 16 bits over ranks, got torch.float8_e4m3fn")
     for name in "qkv":
         if len(shape := getattr(call, name).shape) != 4 - is_packed:
             raise ValueError(f"{name} must have {4 - is_packed} dimensions, got {tuple(shape)}")
-    asked = {name: named[name] for name in ASKED} | {"has_gradient": wants}
+    asked = {name: named[name] for name in ASKED}
+    asked["has_gradient"] = wants_gradient(*[tensors[name] for name in MAY_HAVE_GRADIENT])
     made = checked_options(DENSE, named["window_size"], asked)
     check_scale(named["softmax_scale"], 1)
     fits = call
