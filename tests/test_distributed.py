@@ -847,14 +847,12 @@ class SharedMemory:
             ]
             boxes = [torch.from_file(x, True, size, dtype=torch.uint8) for x in names]
             pads = [torch.from_file(f"{x}-said", True, 16, dtype=torch.int32) for x in names]
+            # Who opens a file that has no size yet writes its first byte, maybe after others' rows.
+            torch.distributed.barrier(group)
 
             def get_buffer(rank, shape, dtype, offset):
-                begin = offset * dtype.itemsize
-                return (
-                    boxes[rank][begin : begin + math.prod(shape) * dtype.itemsize]
-                    .view(dtype)
-                    .view(shape)
-                )
+                begin, end = (n * dtype.itemsize for n in (offset, offset + math.prod(shape)))
+                return boxes[rank][begin:end].view(dtype).view(shape)
 
             def wait_signal(source, channel, _):
                 place = group.size() * channel + source
