@@ -19,7 +19,7 @@ class DecodeConfig:
     """Tiling of the decode kernel."""
 
     kv_stages: int  # blocks of K, and of V, in shared memory, as they are loaded
-    # Q tiles in shared memory. With two, or with Q in registers, the next segment's Q is early.
+    # Q tiles in shared memory. With two, or with Q in registers, the next Q is loaded early.
     q_stages: int
     # CTAs for which an SM has room; with two, CTAs of the next call come early. From an FP8 cache
     # both are of one call.

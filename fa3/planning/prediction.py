@@ -41,12 +41,12 @@ EXACT_ROUNDS = 1
 EXPONENT = 2.5
 """Exponent that joins compute and memory: the higher, the more the larger one alone counts."""
 
+SPREAD_EXPONENT = 3.5
+"""`EXPONENT` for lists that spread reads of K and V (`TiledProblem.spreads_reads`)."""
+
 POWER_EXPONENT = 2.5
 """Power at full load grows with this power of the clock. Assumed; only measured with all SMs busy.
 """
-
-SPREAD_EXPONENT = 3.5
-"""The same where a list spreads reads of K and V (`TiledProblem.spreads_reads`)."""
 
 APART = 0.6
 """Share of the parts' keys that are read from device memory, where L2 does not hold all keys:

@@ -109,6 +109,7 @@ class BlockMemory:
             return BlockRing(blocks, pipe, loaded, pipe)
         loading = new_pipeline(fields.loaded_barriers, kind, layout, self.rewriters)
         pipe = thread_pipeline(fields.barriers, self.stages, self.rewriters, readers)
+        # The DSL's `create` makes no subclasses.
         return BlockRing(blocks, ConvertedPipeline(**vars(pipe)), loaded, loading)
 
 

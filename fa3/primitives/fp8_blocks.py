@@ -214,7 +214,7 @@ def convert_rows(
 
 
 def convert_fragment(fragment: cute.Tensor, largest: cute.Tensor, barrier, thread):
-    """The same with a thread's part of Q in registers."""
+    """Do what `convert_rows` does, to a thread's part of Q in registers."""
     unscale = Float32(1.0)
     if fragment.element_type is not CONVERTED:
         wide = cute.make_rmem_tensor(cute.size(fragment), Float32)

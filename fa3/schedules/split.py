@@ -47,8 +47,9 @@ LAST_ROUNDS = 8
 """Rounds after those steps that are assigned one by one; more rounds if their tiles are short."""
 
 LAST_WAVES = 2
-"""Waves of tiles in the last head group where others are smaller; more if half of a whole group has
-more. With half of one 128 is 1.5% faster, and 256, where that is one wave, 1.5% slower."""
+"""Waves of tiles in the last head group where others are smaller, or half of a whole group if that
+is more. With half a group head size 128 is 1.5% faster than with a whole one. At 256 half a group
+is one wave, and 1.5% slower."""
 
 TICKS = 1 << 20  # time of the longest tile, in the integer ticks of an assignment
 
@@ -68,10 +69,8 @@ class TileList(TableSchedule):
     def make(cls, tiled) -> "TileList":
         order, tiles = tiled.order, None
         if tiled.spreads_reads:
-            whole, few = (
-                order.heads_per_group,
-                max(1, tiled.heads_at_once // tiled.config.cluster_h),
-            )
+            whole = order.heads_per_group
+            few = max(1, tiled.heads_at_once // tiled.config.cluster_h)
             in_waves = -(-LAST_WAVES * tiled.lanes // order.num_m_blocks)
             last = max(few, whole // 2, min(whole, in_waves))
             tiles = order.in_smaller_groups(few, last)
