@@ -14,6 +14,7 @@ import fa3
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
 from fa3.problem import Window
+from fa3.running import memory
 from fa3.schedules import SCHEDULES
 
 HEAD_DIMS = [(64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (72, 72)]
@@ -466,7 +467,7 @@ def make(call: Call, notes: Notes, draw: Draw) -> dict:
         inputs = [arguments[name] for name in wanted]
         found = torch.autograd.grad(returned[:count], inputs, given)
         results |= {f"d{name}": one for name, one in zip(wanted, found, strict=True)}
-    assert notes.lent == 0, "counters were not given back"
+    assert all(one.free for one in memory.BY_STREAM.values()), "a loan was not taken back"
     return notes.entry(results)
 
 

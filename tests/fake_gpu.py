@@ -51,7 +51,7 @@ class Notes(TorchDispatchMode):
 
     Attributes:
         launches: kernels and what they were given.
-        counters: those taken, and `lent` those that are not given back.
+        counters: how many were made.
         owners: the tensors that are known: the call's own, and what it allocates.
         names: of the call's own tensors, and of what it returns.
         kernels: the name of each kernel of all calls.
@@ -70,7 +70,6 @@ class Notes(TorchDispatchMode):
         self.names = set(tensors)
         self.launches: list[tuple[object, tuple]] = []
         self.counters: list[int] = []
-        self.lent = 0
         self.numbers: dict[int, int] = {}
         # Tables that were copied for earlier calls are used again.
         copied = [one for one in self.owners if one.role == COPIED]
@@ -241,18 +240,14 @@ def noting_launches() -> Iterator[Notes]:
         "stream": contextlib.nullcontext,
         "Stream": lambda device: stream,
     }
-    take, give_back = memory.StreamCounters.take, memory.StreamCounters.give_back
+    new = memory.StreamMemory.new
 
-    def take_noted(self, count: int) -> torch.Tensor:
-        taken = take(self, count)
-        notes.counters.append(count)
-        notes.lent += 1
-        notes.owners.insert(0, Owner("counters", taken))
-        return taken
-
-    def give_back_noted(self, taken: torch.Tensor) -> None:
-        notes.lent -= 1
-        give_back(self, taken)
+    def new_noted(self, count: int, dtype: str | None = None) -> torch.Tensor:
+        made = new(self, count, dtype)
+        if dtype is None:
+            notes.counters.append(count)
+            notes.owners.insert(0, Owner("counters", made))
+        return made
 
     forget_calls()
     with pytest.MonkeyPatch.context() as patch:
@@ -265,8 +260,7 @@ def noting_launches() -> Iterator[Notes]:
         patch.setattr(compiler, "LOADED", Kernels(notes))
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        patch.setattr(memory.StreamCounters, "take", take_noted)
-        patch.setattr(memory.StreamCounters, "give_back", give_back_noted)
+        patch.setattr(memory.StreamMemory, "new", new_noted)
         of_tensor = {
             "device": notes.device_of,
             "is_cuda": lambda tensor: notes.device_of(tensor) == GPU,

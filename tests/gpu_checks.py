@@ -48,12 +48,13 @@ def used_counters() -> list[str]:
         torch.cuda.synchronize()
     places = {f"stream {stream:#x}": one for (_, stream), one in list(memory.BY_STREAM.items())}
     for number, capture in list(memory.LIVE.items()):
-        for stream, one in list(capture.counters.items()):
+        for stream, one in list(capture.memory.items()):
             places[f"capture {number}, stream {stream:#x}"] = one
     return [
         f"{place}: {words.count_nonzero()} of {len(words)}, the first at {words.nonzero()[0, 0]}"
         for place, one in places.items()
-        for words in list(one.free)
+        for loan in list(one.free)
+        for words in loan.counters.values()
         if words.any()
     ]
 

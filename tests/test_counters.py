@@ -1,6 +1,7 @@
 """Counters of calls: those of a stream are taken in turns, a capture has its own."""
 
 import contextlib
+import random
 import threading
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock
@@ -10,16 +11,20 @@ import pytest
 import torch
 from gpu_checks import used_counters
 
+from fa3.calls.execution import Prepared
+from fa3.planning.launch import Memory
 from fa3.running import memory
 from fa3.running.memory import (
     FEWEST,
+    MOST_FOUND,
     MOST_STREAMS,
     PER_THREAD,
     RESERVE,
     Capture,
+    Loan,
     Reserve,
     Table,
-    counters_of,
+    memory_of,
 )
 
 CPU = torch.device("cpu")
@@ -35,53 +40,31 @@ def places(tensor: torch.Tensor) -> set[int]:
     return {tensor.data_ptr() + 4 * i for i in range(len(tensor))}
 
 
-def test_a_call_between_the_launches_of_another_has_its_own():
-    of_stream = counters_of(CPU, 1, None)
-    first, between = of_stream.take(5), of_stream.take(5)
-    assert not places(first) & places(between)
-
-
-def test_what_an_interrupted_call_left_is_not_used_again():
-    of_stream = counters_of(CPU, 1, None)
-    of_stream.take(5).fill_(7)
-    assert not of_stream.take(5).any()
-    assert not of_stream.free
-
-
-def test_a_call_gets_more_when_it_needs_more():
-    of_stream = counters_of(CPU, 1, None)
-    of_stream.give_back(of_stream.take(1))
-    many = of_stream.take(2 * FEWEST)
-    assert len(many) == 2 * FEWEST and not many.any()
-    of_stream.give_back(many)
-    assert of_stream.take(3).data_ptr() == many.data_ptr()
-    assert not of_stream.free
+def prepared(counters: int, parts: int) -> Prepared:
+    """Launches that share so much."""
+    shared = Memory((("counters", counters),), kept=(("parts", parts, "int32"),))
+    return Prepared((), frozenset(), shared, numbers={"total_q": parts})
 
 
 def test_every_thread_has_a_default_stream_of_its_own():
     found = []
-    thread = threading.Thread(target=lambda: found.append(counters_of(CPU, PER_THREAD, None)))
+    thread = threading.Thread(target=lambda: found.append(memory_of(CPU, PER_THREAD, None)))
     thread.start()
     thread.join()
-    assert found[0] is not counters_of(CPU, PER_THREAD, None)
-    assert counters_of(CPU, PER_THREAD, None) is counters_of(CPU, PER_THREAD, None)
-
-
-def test_streams_that_come_and_go_are_not_remembered_for_ever():
-    for stream in range(10, 10 + 3 * MOST_STREAMS):
-        counters_of(CPU, stream, None).give_back(torch.zeros(1))
-    assert len(memory.BY_STREAM) == MOST_STREAMS
+    assert found[0] is not memory_of(CPU, PER_THREAD, None)
+    assert memory_of(CPU, PER_THREAD, None) is memory_of(CPU, PER_THREAD, None)
 
 
 def test_captures_share_with_nobody_and_their_launches_with_each_other():
-    eager = counters_of(CPU, 1, None).take(8)
-    taken = [places(eager)]
+    taken = [places(memory_of(CPU, 1, None).lend(prepared(8, 8), 1).counters["counters"])]
     first, second = Capture(0), Capture(0)
     for capture, stream in ((first, 1), (first, 2), (second, 1)):
-        of_capture = counters_of(CPU, stream, capture)
-        once = of_capture.take(FEWEST)
-        of_capture.give_back(once)
-        assert counters_of(CPU, stream, capture).take(6).data_ptr() == once.data_ptr()
+        of_capture = memory_of(CPU, stream, capture)
+        loan = of_capture.lend(prepared(FEWEST, 1), stream)
+        once = loan.counters["counters"]
+        of_capture.take_back(loan)
+        again = memory_of(CPU, stream, capture).lend(prepared(6, 1), stream)
+        assert again.counters["counters"] is once
         assert not once.any() and capture.keeps(once)
         taken.append(places(once))
     assert len(set.union(*taken)) == 4 * FEWEST
@@ -104,12 +87,12 @@ def test_a_finalizer_may_bring_a_stream_while_others_are_forgotten(monkeypatch):
             found = super().__iter__()
             if self.disturbances:
                 self.disturbances -= 1
-                counters_of(CPU, 10**6 + self.disturbances, None)
+                memory_of(CPU, 10**6 + self.disturbances, None)
             return found
 
     monkeypatch.setattr(memory, "BY_STREAM", Disturbed())
     for stream in range(MOST_STREAMS + 10):
-        assert counters_of(CPU, stream, None) is counters_of(CPU, stream, None)
+        assert memory_of(CPU, stream, None) is memory_of(CPU, stream, None)
     assert memory.BY_STREAM.disturbances == 0
     assert len(memory.BY_STREAM) <= MOST_STREAMS
 
@@ -117,12 +100,13 @@ def test_a_finalizer_may_bring_a_stream_while_others_are_forgotten(monkeypatch):
 def test_an_empty_reserve_is_not_filled_by_a_graph():
     memory.RESERVES.clear()
     capture = Capture(0)
-    of_capture = counters_of(CPU, 1, capture)
-    own = of_capture.take(7)
-    assert not own.any() and not capture.keeps(own)
+    of_capture = memory_of(CPU, 1, capture)
+    loan = of_capture.lend(prepared(7, 1), 1)
+    own = loan.counters["counters"]
+    assert len(own) == 7 and not own.any() and not capture.keeps(own)
     # It may be memory of the graph's, which torch wants back.
-    of_capture.give_back(own)
-    assert not of_capture.free and memory.RESERVES[CPU].free is None
+    of_capture.take_back(loan)
+    assert of_capture.free == [Loan()] and memory.RESERVES[CPU].free is None
 
 
 def test_what_a_graph_used_goes_with_it(monkeypatch):
@@ -139,13 +123,13 @@ def test_what_a_graph_used_goes_with_it(monkeypatch):
 def test_what_is_left_in_counters_is_found(monkeypatch):
     """Of streams and of captures; the tables that a graph keeps are none."""
     monkeypatch.setattr(memory, "LIVE", {5: (capture := Capture(0))})
-    of_stream, of_capture = counters_of(CPU, 1, None), counters_of(CPU, 2, capture)
+    of_stream, of_capture = memory_of(CPU, 1, None), memory_of(CPU, 2, capture)
     assert Table(table := torch.arange(9)).on(2, capture) is table and capture.keeps(table)
     for one in (of_stream, of_capture):
-        one.give_back(one.take(3))
+        one.take_back(one.lend(prepared(3, 1), 1))
     assert used_counters() == []
-    of_stream.free[0][[17, 80]] = 1
-    of_capture.free[0][2] = 1
+    of_stream.free[0].counters["counters"][[17, 80]] = 1
+    of_capture.free[0].counters["counters"][2] = 1
     assert used_counters() == [
         f"stream 0x1: 2 of {FEWEST}, the first at 17",
         "capture 5, stream 0x2: 1 of 4, the first at 2",
@@ -183,16 +167,35 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
     assert table.numbers.tolist() == [0, 1, 2]
 
 
-def test_calls_that_follow_each_other_share_the_memory_of_parts():
-    of_stream = counters_of(CPU, 1, None)
-    first, between = (of_stream.take_parts(5, "float32") for _ in range(2))
-    assert not places(first) & places(between)
-    of_stream.give_back_parts(first, "float32")
-    assert of_stream.take_parts(4, "int32").dtype == torch.int32
-    assert counters_of(CPU, 1, None).take_parts(4, "float32").data_ptr() == first.data_ptr()
-    of_stream.give_back_parts(first, "float32")
-    more = of_stream.take_parts(6, "float32")
-    assert len(more) == 6 and not any(of_stream.free_parts.values())
-    of_graph = counters_of(CPU, 1, Capture(0))
-    of_graph.give_back_parts(of_graph.take_parts(5, "int32"), "int32")
-    assert len(of_graph.take_parts(7, "int32")) == 7
+@pytest.mark.parametrize("capture", [None, Capture(0)], ids=["eager", "captured"])
+def test_loans_are_apart_and_as_large_as_asked(capture):
+    """Calls of three kinds, up to five at a time, of which some are interrupted."""
+    draw, of_stream, calls = random.Random(0), memory_of(CPU, 1, capture), []
+    kinds = [prepared(3, 9), prepared(5, 90), prepared(FEWEST + 1, FEWEST + 9)]
+    for _ in range(300):
+        if len(calls) == 5 or (calls and draw.random() < 0.5):
+            loan, kind, values = calls.pop(draw.randrange(len(calls)))
+            if draw.random() < 0.1:
+                values["counters"].fill_(7)
+            else:
+                of_stream.take_back(loan)
+                again = of_stream.lend(kind, 1)
+                assert again.values[kind]["counters"] is values["counters"]
+                assert (again is loan and again.values[kind] is values) == (capture is None)
+                of_stream.take_back(again)
+        kind = draw.choice(kinds)
+        loan = of_stream.lend(kind, 1)
+        calls.append((loan, kind, values := loan.values[kind]))
+        assert len(values["counters"]) >= kind.memory.counters[0][1]
+        assert not values["counters"].any() and values["total_q"] == len(values["parts"])
+        # Memory that was replaced is not kept.
+        assert len({one["parts"].data_ptr() for one in loan.values.values()}) == 1
+        lent = [places(one[name]) for *_, one in calls for name in ("counters", "parts")]
+        assert len(set.union(*lent)) == sum(map(len, lent))
+
+
+def test_a_loan_remembers_few_kinds_of_calls():
+    of_stream = memory_of(CPU, 1, None)
+    for total in range(3 * MOST_FOUND):
+        of_stream.take_back(loan := of_stream.lend(prepared(1, total), 1))
+    assert len(loan.values) == MOST_FOUND and of_stream.free == [loan]

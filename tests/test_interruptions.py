@@ -29,7 +29,7 @@ from fa3.planning.routes import FORWARD, PACKED, SHARED, SPLIT, PackedSizes, Rou
 from fa3.planning.tilings import choose_config
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import memory
-from fa3.running.memory import StreamCounters
+from fa3.running.memory import StreamMemory
 from fa3.schedules.recompute import RecomputeRaggedTiles, RecomputeTiles
 from fa3.scores.masks import Band
 
@@ -52,15 +52,15 @@ PACKED_VALUES = VALUES | PACKED_VALUES
 
 
 @pytest.fixture(autouse=True)
-def stream(monkeypatch) -> StreamCounters:
-    """The counters of the stream that calls run on."""
+def stream(monkeypatch) -> StreamMemory:
+    """The memory of the stream that calls run on."""
     monkeypatch.setattr(memory, "BY_STREAM", {})
     monkeypatch.setattr(memory, "RESERVES", {})
     monkeypatch.setattr(memory, "LIVE", {})
     monkeypatch.setattr(execution, "current_device", lambda: None)
     monkeypatch.setattr(execution, "current_stream", lambda index: 7)
     monkeypatch.setattr(execution, "capture_of", lambda stream: None)
-    return memory.counters_of(Q.device, 7, None)
+    return memory.memory_of(Q.device, 7, None)
 
 
 # --------------------------------------------------------------------------------------- stubs

@@ -469,8 +469,9 @@ def flash_attn_with_kvcache(
     else:
         values["cache_length"] = cache_seqlens
     values["q"], values["k"], values["v"] = q, k_cache, v_cache
-    values["out"], values["softmax_scale"], values["page_table"] = out, softmax_scale, page_table
-    values["k_new"], values["v_new"] = k, v
+    values["out"], values["softmax_scale"] = out, softmax_scale
+    if not (page_table is k is v is None):
+        values["page_table"], values["k_new"], values["v_new"] = page_table, k, v
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         values["rotary_cos"], values["rotary_sin"] = rotary_cos, rotary_sin
         values["rotary_seqlens"] = rotary_seqlens

@@ -42,10 +42,10 @@ from fa3.running.compiler import load_kernel
 from fa3.running.memory import (
     Table,
     capture_of,
-    counters_of,
     current_device,
     current_stream,
     is_capturing,
+    memory_of,
 )
 from fa3.schedules.recompute import words_of_marks
 from fa3.schedules.split import FIELDS
@@ -53,7 +53,7 @@ from fa3.schedules.stretches import most_slots
 from fa3.scores.masks import ROW_RECORD
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """The launches of a plan with their kernels loaded."""
 
@@ -81,41 +81,28 @@ class Prepared:
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.run(values)
-        counters, parts, kept, tables, cleared = self.memory
-        if self.numbers is not None:
-            values |= self.numbers
-        stream_memory: Any = None
-        if counters or kept or self.table is not None:
+        loan, memory = None, self.memory
+        if memory.counters or memory.kept:
             stream = current_stream(device.index)
-            capture = capture_of(stream)
-            if self.table is not None:
-                values[self.name_of_table] = self.table.on(stream, capture)
-            if counters or kept:
-                # Now: to zero new counters takes a kernel, and none may come between two others.
-                stream_memory = counters_of(device, stream, capture)
-                for name, count in counters:
-                    values[name] = stream_memory.take(count)
-                for name, count, dtype in kept:
-                    values[name] = stream_memory.take_parts(count, dtype)
-                if "address_of_counters" in self.names:
-                    # The decode kernel takes an address.
-                    values["address_of_counters"] = values["counters"].data_ptr()
-        for name, count in tables:
-            # Of the lengths' dtype: to name another one takes torch 0.2 us.
-            values[name] = values["cu_seqlens_q"].new_empty(count)
-        for name, count in parts:
-            values[name] = q.new_empty(count, dtype=torch.float32)
-        if cleared:
-            values["workspace"][:cleared].zero_()
+            # Now: to zero new counters takes a kernel, and none may come between two others.
+            stream_memory = memory_of(device, stream, capture_of(stream))
+            loan = stream_memory.lend(self, stream)
+            values |= loan.values[self]
+        elif self.table is not None:
+            stream = current_stream(device.index)
+            values[self.name_of_table] = self.table.on(stream, capture_of(stream))
+        elif self.numbers is not None:
+            values |= self.numbers
+        if memory.parts:
+            for name, count in memory.parts:
+                values[name] = q.new_empty(count, dtype=torch.float32)
+            if memory.cleared:
+                values["workspace"][: memory.cleared].zero_()
         for launch in self.launchers:
             launch(values)
-        # Counters do not go back if anything was raised: then they need not be zero. The last one
-        # comes first, so that the next call takes each for the same purpose.
-        if stream_memory is not None:
-            for name, _ in counters[::-1]:
-                stream_memory.give_back(values[name])
-            for name, _, dtype in kept[::-1]:
-                stream_memory.give_back_parts(values[name], dtype)
+        # Counters do not go back if anything was raised: then they need not be zero.
+        if loan is not None:
+            stream_memory.take_back(loan)
         return None
 
 
@@ -279,7 +266,9 @@ def prepared_for(
             numbers |= {"heads": heads, "num_slots": num_slots, "num_clusters": num_sms}
         marks = [("marks", words_of_marks(num_tiles))] * ("marks" in prepared.names)
         memory = memory._replace(counters=(*memory.counters, *marks))
-    return replace(prepared, memory=memory._replace(tables=tuple(tables)), numbers=numbers)
+    # Exactly so many: kernels count a table's tiles, and place marks, by its size.
+    kept = *memory.kept, *[(name, count, "int32") for name, count in tables]
+    return replace(prepared, memory=memory._replace(kept=kept), numbers=numbers)
 
 
 class EqualQueries(NamedTuple):
@@ -294,16 +283,17 @@ class EqualQueries(NamedTuple):
     def attend(self, values: dict[str, Any]) -> None:
         """Write out and, unless it is None, the log-sum-exp.
         `values` are of the call, by name; q, out and the log-sum-exp become packed ones."""
-        q, lse, prepared = values["q"], values["lse"], self.prepared
-        batch, heads, rows, _, seqlen, _ = self.sizes
-        values["q"] = q.view(rows, heads, -1)
-        values["o"] = values["o"].view(rows, heads, -1)
+        lse, prepared, sizes = values["lse"], self.prepared, self.sizes
+        rows = sizes.total_q, sizes.heads, -1
+        values["q"], values["o"] = values["q"].view(*rows), values["o"].view(*rows)
         if prepared is None or prepared.table is None:
-            ends = torch.arange(0, rows + 1, seqlen, dtype=torch.int32, device=q.device)
+            seqlen, device = sizes.max_seqlen_q, values["q"].device
+            ends = torch.arange(0, sizes.total_q + 1, seqlen, dtype=torch.int32, device=device)
             values["cu_seqlens_q"], values["max_seqlen_q"] = ends, seqlen
         if lse is not None:
+            batch, heads, seqlen = lse.shape
             # In a packed log-sum-exp, heads come first.
-            packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, rows)
+            packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, batch * seqlen)
             values["address_of_lse"] = packed.data_ptr()
         if prepared is None:
             self.packed.attend(values)

@@ -141,8 +141,6 @@ class PreparedAttention:
 
     def new_out(self, q: torch.Tensor) -> torch.Tensor:
         """Allocate out; packed queries have another number of rows in each call."""
-        if self.is_out_like_q:
-            return torch.empty_like(q)
         shape = (q.shape[0], *self.out_shape[1:]) if len(self.lse_shape) == 2 else self.out_shape
         if q.dtype is self.out_dtype:
             return q.new_empty(*shape)
@@ -166,7 +164,7 @@ class PreparedAttention:
         q, out, ends_q = values["q"], values["out"], values["cu_seqlens_q"]
         is_new, lse = out is None, None
         if out is None:
-            out = self.new_out(q)
+            out = torch.empty_like(q) if self.is_out_like_q else self.new_out(q)
         if returns_lse:
             values["lse"] = lse = self.new_lse(q)
             values["address_of_lse"] = lse.data_ptr()

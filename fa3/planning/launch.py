@@ -55,11 +55,8 @@ class Memory(NamedTuple):
 
     counters: tuple[tuple[str, int], ...] = ()  # how many counters, which are zero
     parts: tuple[tuple[str, int], ...] = ()  # how many numbers, float32
-    # How many numbers, and their dtype, that the stream keeps for the next call: to allocate memory
-    # anew takes the host 1 us.
+    # How many numbers, exactly, and their dtype. The stream keeps them: to allocate takes 1 us.
     kept: tuple[tuple[str, int, str], ...] = ()
-    # How many int32, exactly: kernels count a table's tiles, and place marks, by its size.
-    tables: tuple[tuple[str, int], ...] = ()
     cleared: int = 0  # first numbers of the workspace in `parts` that must be zero
 
     @classmethod

@@ -3,13 +3,13 @@
 Kernels find counters at zero and leave them at zero. A call owns its counters from before its first
 launch until it has issued its last one:
 
-    counters = stream_counters.take(count)
+    loan = stream_memory.lend(prepared, stream)
     ...                                       # launches
-    stream_counters.give_back(counters)
+    stream_memory.take_back(loan)
 
-Then the next call on the same stream may take them, since its launches run later. A call of another
+Then the next call on the same stream may have them, since its launches run later. A call of another
 thread in between gets other counters, and an interrupted call's counters are not used again.
-To allocate the memory of parts and segments anew takes the host 1 us each: a stream keeps that.
+To allocate memory of parts, segments and tables anew takes the host 1 us each: a loan has that too.
 
 In a captured graph, launches of one stream run one after another, but the graph may overlap
 anything else: each capture has its own counters. What captured launches read is held by
@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,8 +41,8 @@ class Capture:
     gone: int  # address of a semaphore that CUDA posts when the graph is gone
     # Tensors that the graph's launches read, by `id`.
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    # Stream handle -> the counters of that stream.
-    counters: dict[int, Any] = field(default_factory=dict)
+    # Stream handle -> the memory of that stream.
+    memory: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: driver.CUgraph) -> "Capture":
@@ -212,6 +211,7 @@ zeroes its own."""
 FEWEST = 1 << 12  # fewest counters to allocate, so that later, larger calls seldom need new ones
 ALIGNED = 4  # counters in 16 bytes, as kernels want them to be aligned
 MOST_STREAMS = 256  # most streams whose counters are kept
+MOST_FOUND = 64  # most launches that a loan remembers: sizes of packed calls are endless
 
 
 @dataclass(slots=True)
@@ -228,7 +228,8 @@ class Reserve:
         if device.type == "cuda":
             idle = idle_stream(device)
             with self.lock, torch.cuda.stream(idle):
-                zeros = zeros_apart(RESERVE, device)
+                make = partial(torch.zeros, RESERVE, dtype=torch.int32, device=device)
+                zeros = make_in_thread(make, device)
                 # A graph may run on any stream, so the zeros must be written now.
                 idle.synchronize()
                 self.free = zeros
@@ -246,82 +247,92 @@ class Reserve:
 
 
 @dataclass(slots=True)
-class StreamCounters:
-    """The counters and the memory of parts of one stream."""
+class Loan:
+    """Memory that one call at a time has for its launches."""
+
+    # Tensors, by what launches call them: counters, and others, which hold any numbers.
+    counters: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+    # What the launches of each `Prepared` find here, by name: also its table and its numbers.
+    values: dict[Any, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StreamMemory:
+    """The memory that launches on one stream share."""
 
     device: torch.device
     reserve: Reserve  # of the device; filled by calls that are not captured
     capture: Capture | None = None  # that the stream takes part in
-    # Counters, and memory of parts by dtype, that no call owns. Appending and popping are atomic.
-    free: list[torch.Tensor] = field(default_factory=list)
-    free_parts: dict[str, list] = field(default_factory=partial(defaultdict, list))
+    free: list[Loan] = field(default_factory=list)  # no call's. Appending and popping are atomic.
 
-    def take(self, count: int) -> torch.Tensor:
-        """At least `count` counters (int32), zero; in captures, whenever the graph runs."""
+    def lend(self, prepared: Any, stream: int) -> Loan:
+        """Memory for a `Prepared` on torch's current stream, of handle `stream`.
+        Its counters are zero; in captures, whenever the graph runs."""
         if self.reserve.is_low and self.capture is None:
             self.reserve.fill(self.device)
         try:
-            counters = self.free.pop()
+            loan = self.free.pop()
         except IndexError:
-            return self.new(count)
-        # Outside of captures all have the fewest, and to look takes 0.1 us.
-        if (count > FEWEST or self.capture is not None) and counters.shape[0] < count:
-            return self.new(count)
-        return counters
+            loan = Loan()
+        if prepared in loan.values:
+            return loan
+        memory, values = prepared.memory, dict(prepared.numbers or ())
+        if len(loan.values) == MOST_FOUND:
+            loan.values.clear()
+        if prepared.table is not None:
+            values[prepared.name_of_table] = prepared.table.on(stream, self.capture)
+        for present, needed in (loan.counters, memory.counters), (loan.others, memory.kept):
+            for name, count, *dtype in needed:
+                if name not in present or len(present[name]) < count:
+                    # What others found would keep the memory that is replaced.
+                    loan.values.clear()
+                    present[name] = self.new(count, *dtype)
+                values[name] = present[name][:count] if dtype else present[name]
+        if "counters" in values:
+            # The decode kernel takes an address.
+            values["address_of_counters"] = values["counters"].data_ptr()
+        loan.values[prepared] = values
+        return loan
 
-    def new(self, count: int) -> torch.Tensor:
-        """Counters that no call had before."""
+    def new(self, count: int, dtype: str | None = None) -> torch.Tensor:
+        """Memory that no call had before: counters, or numbers of a dtype."""
+        kind = torch.empty if dtype else torch.zeros
+        make = partial(kind, dtype=getattr(torch, dtype or "int32"), device=self.device)
         if self.capture is None:
-            return zeros_apart(max(count, FEWEST), self.device)
-        taken = self.reserve.take(count)
+            return make_in_thread(partial(make, max(count, FEWEST)), self.device)
+        taken = None if dtype else self.reserve.take(count)
         if taken is None:
-            # The graph zeroes these itself whenever it runs.
-            return torch.zeros(count, dtype=torch.int32, device=self.device)
+            # The graph zeroes counters itself whenever it runs.
+            return make(count)
         self.capture.keep(taken)
         return taken
 
-    def give_back(self, counters: torch.Tensor) -> None:
-        if self.capture is None or self.capture.keeps(counters):
-            self.free.append(counters)
-
-    def take_parts(self, count: int, dtype: str) -> torch.Tensor:
-        """At least `count` numbers, whatever they are."""
-        try:
-            parts = self.free_parts[dtype].pop()
-        except IndexError:
-            parts = None
-        if parts is None or parts.numel() < count:
-            empty = partial(torch.empty, count, dtype=getattr(torch, dtype), device=self.device)
-            parts = make_in_thread(empty, self.device) if self.capture is None else empty()
-        return parts
-
-    def give_back_parts(self, parts: torch.Tensor, dtype: str) -> None:
-        # Torch has a graph use its own memory again.
-        if self.capture is None:
-            self.free_parts[dtype].append(parts)
+    def take_back(self, loan: Loan) -> None:
+        """Take back the memory of a call whose launches are issued."""
+        if self.capture is not None:
+            # Torch has a graph use its own memory again.
+            counters = loan.counters.items()
+            loan = Loan({name: one for name, one in counters if self.capture.keeps(one)})
+        self.free.append(loan)
 
 
-BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
+BY_STREAM: dict[tuple[torch.device, int], StreamMemory] = {}
 RESERVES: dict[torch.device, Reserve] = {}
-
-
-def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros of the current stream that stay."""
-    return make_in_thread(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
 
 
 NEW_STREAM = threading.RLock()  # held while streams come and go; finalizers may come back to it
 
 
-def counters_of(device: torch.device, stream: int, capture: Capture | None) -> StreamCounters:
-    """The counters of a stream, or of a stream of a capture."""
+def memory_of(device: torch.device, stream: int, capture: Capture | None) -> StreamMemory:
+    """The memory of a stream, or of a stream of a capture."""
     if capture is not None:
         reserve = RESERVES.setdefault(device, Reserve())
-        return capture.counters.setdefault(stream, StreamCounters(device, reserve, capture))
+        return capture.memory.setdefault(stream, StreamMemory(device, reserve, capture))
     if stream == PER_THREAD:
         stream = -threading.get_ident()
-    counters = BY_STREAM.get((device, stream))
-    if counters is None:
+    memory = BY_STREAM.get((device, stream))
+    if memory is None:
         with NEW_STREAM:
             while len(BY_STREAM) >= MOST_STREAMS:
                 # Forget the stream that came first, if nothing gets in between. Torch reuses freed
@@ -330,5 +341,5 @@ def counters_of(device: torch.device, stream: int, capture: Capture | None) -> S
                 with contextlib.suppress(RuntimeError, StopIteration):
                     BY_STREAM.pop(next(iter(BY_STREAM)), None)
             reserve = RESERVES.setdefault(device, Reserve())
-            counters = BY_STREAM.setdefault((device, stream), StreamCounters(device, reserve))
-    return counters
+            memory = BY_STREAM.setdefault((device, stream), StreamMemory(device, reserve))
+    return memory
