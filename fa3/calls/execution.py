@@ -282,10 +282,8 @@ class EqualQueries(NamedTuple):
 
     def attend(self, values: dict[str, Any]) -> None:
         """Write out and, unless it is None, the log-sum-exp.
-        `values` are of the call, by name; q, out and the log-sum-exp become packed ones."""
+        `values` are of the call, by name; the log-sum-exp becomes a packed one."""
         lse, prepared, sizes = values["lse"], self.prepared, self.sizes
-        rows = sizes.total_q, sizes.heads, -1
-        values["q"], values["o"] = values["q"].view(*rows), values["o"].view(*rows)
         if prepared is None or prepared.table is None:
             seqlen, device = sizes.max_seqlen_q, values["q"].device
             ends = torch.arange(0, sizes.total_q + 1, seqlen, dtype=torch.int32, device=device)
@@ -296,6 +294,7 @@ class EqualQueries(NamedTuple):
             packed = values["lse"] = lse[0] if batch == 1 else lse.new_empty(heads, batch * seqlen)
             values["address_of_lse"] = packed.data_ptr()
         if prepared is None:
+            values["q"], values["o"] = (values[x].view(-1, *values[x].shape[2:]) for x in "qo")
             self.packed.attend(values)
         else:
             prepared.run(values)
@@ -334,6 +333,7 @@ def prepare_on_cache(
         routes.CACHE, spec, window, call.heads_q, call.heads_kv,
         gpu_for_call(device, options.sm_margin), options.sm_margin, call.cache_layout,
         call.capacity, 1 if fits else call.batch, call.is_packed or call.may_be_packed,
+        has_equal_queries=call.may_be_packed,
         has_used_q=call.seqused_q is not None, num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
     )  # fmt: skip

@@ -60,6 +60,7 @@ from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import (
     TmaTensor,
+    packed_rows,
     ragged_tma_view,
     rows_first,
     rows_of_transposed,
@@ -90,6 +91,8 @@ class Forward(AttentionKernel):
     is_recorded: bool = False
     # Where packed queries find their keys; None if k and v are packed too, or dense.
     cache: CacheLayout | None = None
+    # Whether packed q and o have a batch. The host would take 2 us to view them without.
+    has_equal_queries: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
     arguments_type: ClassVar[type] = ForwardArguments
@@ -122,6 +125,8 @@ class Forward(AttentionKernel):
     def launch(self, call: ForwardArguments, stream):
         config = self.config
         window = Window(call.window_left, call.window_right)
+        if cutlass.const_expr(self.has_equal_queries):
+            call = call._replace(q=packed_rows(call.q), o=packed_rows(call.o))
         if cutlass.const_expr(self.schedule_type.is_ragged):
             sequences = MultiSequence(call.q.shape[0]) if self.packs_sequences else Ragged(window)
             q, o = map(ragged_tma_view, (call.q, call.o))

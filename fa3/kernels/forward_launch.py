@@ -182,7 +182,7 @@ class ForwardArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last."""
 
     # (batch, seqlen_q, heads_q, head_dim); packed sequences have no batch, here and below:
-    # (total_q, heads_q, head_dim).
+    # (total_q, heads_q, head_dim). Equally many queries have one in q and o.
     q: object
     k: object  # (batch, seqlen_k, heads_kv, head_dim)
     v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
@@ -223,6 +223,7 @@ class ForwardArguments(NamedTuple):
         spec, schedule, cache = kernel.spec, kernel.schedule_type, kernel.cache
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
         batches = () if schedule.is_ragged else (batch,)
+        query_rows = *((batch,) if kernel.has_equal_queries else batches), seqlen_q, heads_q
         key_rows, has_pages, dtype_k = (*batches, seqlen_k), False, spec.dtype
         if cache is not None:
             key_rows, has_pages = (cute.sym_int(), cache.page_size or seqlen_k), cache.page_size > 0
@@ -233,10 +234,10 @@ class ForwardArguments(NamedTuple):
             shape_v = batch, heads_kv, spec.head_dim_v, cute.sym_int(), KEYS_OF_GROUP
         return cls(
             **arguments.scalars(cls),
-            q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
+            q=arguments.tma_tensor(spec.dtype, (*query_rows, spec.head_dim)),
             k=arguments.tma_tensor(dtype_k, (*key_rows, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(dtype_k, shape_v),
-            o=arguments.tma_tensor(spec.out_dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
+            o=arguments.tma_tensor(spec.out_dtype, (*query_rows, spec.head_dim_v)),
             modifiers=arguments.symbolic_modifiers(spec),
             schedule_state=vector(exists=schedule.reads_state),
             part_buffer=arguments.float32_buffer(schedule.splits),

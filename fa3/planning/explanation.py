@@ -142,6 +142,7 @@ def describe_kernel(kernel: Any) -> str:
             schedule: Any = kernel.schedule_type
             words = ["forward", f"tile {describe_config(kernel.config)}", schedule.name]
             words += [*words_of_spec(kernel.spec), *words_of_cache(kernel.cache)]
+            words += ["equal queries"] * kernel.has_equal_queries
         case Decode():
             cut: Any = kernel.cut_type
             words = ["decode", f"tile {ROWS}x{TILE_N}", cut.words]

@@ -115,6 +115,7 @@ class Signature:
     capacity: int = TILE_N  # keys that a sequence has room for in a cache
     batch: int = 1  # sequences, or 1 where 32 bits count the key blocks of all of them
     has_packed_queries: bool = True  # whether queries are packed; always where keys are
+    has_equal_queries: bool = False  # whether packed q and out have a batch, as dense ones have
     # has_used_q, has_used_k: whether not all of packed rows count.
     has_used_q: bool = False
     has_used_k: bool = False
@@ -248,11 +249,12 @@ class Signature:
             # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
             config = config.recompute
         schedule = RaggedSegments if splits else RaggedTiles
-        main = Forward(self.spec, config, schedule, cache=self.cache)
+        rest: dict[str, Any] = {"cache": self.cache, "has_equal_queries": self.has_equal_queries}
+        main = Forward(self.spec, config, schedule, **rest)
         launches = [table, self.launch_of(main, overlaps_decode=int(overlaps_decode), **values)]
         if config.fixed_row_max:
             kind = self.spec, config.recompute, RecomputeRaggedTiles
-            launches.append(self.recompute_of(Forward(*kind, cache=self.cache)))
+            launches.append(self.recompute_of(Forward(*kind, **rest)))
         return launches
 
     def shared_launches(self) -> list[Launch]:

@@ -64,6 +64,14 @@ def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
+def packed_rows(tensor: cute.Tensor) -> cute.Tensor:
+    """A view of (batch, seqlen, heads, head_dim) as (total, heads, head_dim).
+    Sequences follow each other without gaps."""
+    batch, seqlen, *sizes = tensor.shape
+    layout = cute.make_layout((batch * seqlen, *sizes), stride=tensor.layout.stride[1:])
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 def in_batch(tensor: cute.Tensor | None, rank: int = RANK) -> cute.Tensor | None:
     """A tensor of `rank`; packed sequences are in a batch of one."""
     if tensor is None or cute.rank(tensor) == rank:

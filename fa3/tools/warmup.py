@@ -234,7 +234,7 @@ def kernels_of(
                 # With tiles cut, and whole.
                 yield from kernels_on_cache(model, window, cache)
                 yield from kernels_on_cache(model, window, cache, num_splits=1)
-                tiled = list(routed_kernels(model, window, cache, decodes=False))
+                tiled = list(routed_kernels(model, window, cache, has_equal_queries=True))
                 yield from tiled
                 # Tiles are made of lengths with the new tokens.
                 for writes_lengths in [False, *[True] * bool(tiled)]:
@@ -289,9 +289,9 @@ def problems_of(model: Model) -> dict[Problem, None]:
 
 
 def routed_kernels(
-    model: Model, window: Window, cache: CacheLayout | None = None, decodes: bool = True
+    model: Model, window: Window, cache: CacheLayout | None = None, has_equal_queries: bool = False
 ) -> Iterator[KernelBase]:
-    """Launches of packed queries, of all routes or forward only."""
+    """Launches of packed queries of all routes; of equal ones, forward only."""
     heads, kind = (model.heads_q, model.heads_kv), PACKED if cache is None else CACHE
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     few = (1,) if cache else ()
@@ -299,9 +299,11 @@ def routed_kernels(
         tight = window.tighten(*sizes)
         spec = spec_of(model, tight, cache is not None)
         room = {"cache": cache, "capacity": sizes[1]} if cache else {}
-        signature = Signature(kind, spec, tight, *heads, H200, **room)
+        signature = Signature(
+            kind, spec, tight, *heads, H200, has_equal_queries=has_equal_queries, **room
+        )
         for name in signature.names if cache is None or signature.may_have_both else ():
-            if decodes or name in (FORWARD, SPLIT):
+            if not has_equal_queries or name in (FORWARD, SPLIT):
                 # So many queries that the decode kernel does not merge by itself.
                 launches = launches_of_route(signature, name, MOST_MERGED_ROWS + 1)
                 yield from (one.kernel for one in launches)
