@@ -8,6 +8,7 @@ import os
 
 ACCEPTED = {
     "FA3_ASSERTIONS": ("0", "1"),
+    "FA3_FP8_EXP": ("linear", "exact"),
     "FA3_FP8_SUMS": ("two-level", "one-level"),
     "FA3_ROW_MAX": ("auto", "online"),
 }

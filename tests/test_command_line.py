@@ -299,6 +299,7 @@ def test_the_demo_needs_no_extras(tmp_path, monkeypatch, capsys):
 
 BAD = [
     ("FA3_ASSERTIONS", "true", "'0' or '1'"),
+    ("FA3_FP8_EXP", "1", "'linear' or 'exact'"),
     ("FA3_FP8_SUMS", "one", "'two-level' or 'one-level'"),
     ("FA3_ROW_MAX", "onlin", "'auto' or"),
 ]

@@ -40,7 +40,7 @@ def plan_call(problem: Problem, gpu: Gpu, pack_gqa: bool | None = None) -> Plan 
 
 def tuning_key(problem: Problem, gpu: Gpu) -> str:
     """Return what a tuned plan depends on, besides GPU and version."""
-    settings = ", ".join(SETTINGS[name] for name in ("FA3_ROW_MAX", "FA3_FP8_SUMS"))
+    settings = ", ".join(SETTINGS[name] for name in ("FA3_ROW_MAX", "FA3_FP8_EXP", "FA3_FP8_SUMS"))
     return f"{problem} on {gpu.num_sms} SMs, {settings}"
 
 

@@ -34,7 +34,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
@@ -52,6 +52,7 @@ from fa3.primitives.attention import BlockStream, Mmas
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, TmaBlocks, stream_of_keys
 from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.fp8_blocks import CONVERTED, convert_fragment, convert_rows
+from fa3.primitives.fp8_compute import ONES, fill_ones
 from fa3.primitives.fragments import ScoreCoords, read_fragment
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
 from fa3.primitives.pipelines import lend_stages, skip_stages, tma_pipeline
@@ -315,10 +316,10 @@ class Forward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the cluster."""
         config, (blocks_k, blocks_v) = self.config, self.format.memory
         q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
-        o_sums = config.sums_in_memory(self.spec) * self.columns_v
-        o_elements = config.own_o * cute.cosize(o_layout) if o_sums == 0 else 0
+        o_elements = config.own_o * cute.cosize(o_layout)
         maxima = warps * config.q_stages * self.format.converts_q
         fields_k, fields_v = blocks_k.fields, blocks_v.fields
+        has_ones = self.spec.is_fp8 and not config.exact
 
         @cute.struct
         class Storage:
@@ -326,13 +327,13 @@ class Forward(AttentionKernel):
             barriers_k: fields_k.barriers
             barriers_v: fields_v.barriers
             schedule: cute.struct.MemRange[Int64, self.schedule_type.shared_words]
+            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, ONES * has_ones], ONES]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             k: fields_k.blocks
             v: fields_v.blocks
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, o_elements], 1024]
             loaded_k: fields_k.loaded
             loaded_v: fields_v.loaded
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, o_sums], 1024]
             largest: cute.struct.MemRange[Int32, maxima]
             loaded_barriers_k: fields_k.loaded_barriers
             loaded_barriers_v: fields_v.loaded_barriers
@@ -347,10 +348,6 @@ class Forward(AttentionKernel):
         if cutlass.const_expr(maxima > 0):
             sizes = WARPS, config.consumers, config.q_stages
             largest = storage.largest.get_tensor(cute.make_layout(sizes))
-        sums_of_groups = None
-        if cutlass.const_expr(o_sums > 0):
-            layout = cute.make_layout((ROWS * self.columns_v // 2, config.consumers, 2))
-            sums_of_groups, buffer_o = storage.sums.get_tensor(layout), storage.sums
         new_pipeline = partial(tma_pipeline, peers=config.cluster)
         smem = ForwardBuffers(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
@@ -365,7 +362,7 @@ class Forward(AttentionKernel):
             blocks_v.ring(storage, "v", new_pipeline, warps),
             buffer_o.get_tensor(outer_o, swizzle=o_layout.inner, dtype=self.out_type),
             largest,
-            sums_of_groups,
+            fill_ones(storage.ones) if has_ones else None,
         )
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)
         cute.arch.mbarrier_init_fence()
@@ -484,9 +481,7 @@ class Forward(AttentionKernel):
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         recorder = operands.recorder
-        new_attention, mmas, turns = self.format.consumer(group)
-        if cutlass.const_expr(smem.sums is not None):
-            new_attention = partial(new_attention, smem.sums[None, group, None], thread)
+        new_attention, mmas, turns = self.format.consumer(group, smem.ones)
         regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
@@ -525,8 +520,6 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(self.releases_q_early):
                 # Registers hold Q, as the WGMMAs show.
                 smem.pipe_q.consumer_release(q_state)
-            if cutlass.const_expr(smem.sums is not None):
-                out.drain()
             if cutlass.const_expr(self.cache is not None):
                 last = touched.end - 1
                 attention.clear_past_end(smem.v.blocks, last, v_state, thread, out.meet)

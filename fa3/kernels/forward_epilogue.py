@@ -61,9 +61,7 @@ class ForwardBuffers(NamedTuple):
     o: cute.Tensor
     # (4, consumers, stages) int32, each warp's largest query; None unless consumers convert Q.
     largest: cute.Tensor | None
-    # Sums of O in float32, (64 * columns / 2, consumers, 2), in whose first half O is staged; None
-    # if they are in registers.
-    sums: cute.Tensor | None
+    ones: cute.Tensor | None  # (8, 32), what row sums of linear codes multiply P by
 
 
 @dataclass(frozen=True)

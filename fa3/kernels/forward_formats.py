@@ -6,6 +6,7 @@ or rewritten by further warps of the producer warpgroup. It has the WGMMAs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from cutlass.cute.nvgpu import warpgroup
@@ -16,10 +17,10 @@ from fa3.primitives.block_memory import BlockMemory, BlockRing
 from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, CacheConverter
 from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
+    TRANSPOSERS,
     PartsAttention,
     ValueTransposer,
     attention_of,
-    transposers,
 )
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
 
@@ -69,7 +70,7 @@ class SixteenBits:
         """What rewrites blocks, by a thread of rewriter `warp`."""
         raise NotImplementedError
 
-    def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
+    def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """What makes a tile's attention, the WGMMAs, and this warpgroup's turns."""
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
         source = warpgroup.OperandSource.RMEM if self.holds_q else warpgroup.OperandSource.SMEM
@@ -90,9 +91,7 @@ class Fp8Products(SixteenBits):
 
     @property
     def rewriters(self) -> int:
-        if not self.config.converted_stages:
-            return 0
-        return transposers(self.config, self.columns_v)
+        return TRANSPOSERS if self.config.converted_stages else 0
 
     @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
@@ -106,15 +105,16 @@ class Fp8Products(SixteenBits):
     def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> ValueTransposer:
         return ValueTransposer(v, warp, lane, self.rewriters)
 
-    def consumer(self, group) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
+    def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
-        attention, columns = attention_of(self.config, self.columns_v), self.columns_v
+        (attention, _), columns = attention_of(self.config, self.columns_v), self.columns_v
         if attention is PartsAttention and self.config.tile_n // 8 + columns > MOST_REGISTERS:
             columns //= 2  # P, O and P V do not fit the registers.
-        return attention.of, Mmas.of(self.dtype, self.config.tile_n, columns), NoPingPong()
+        mmas = Mmas.of(self.dtype, self.config.tile_n, columns)
+        return partial(attention.of, ones), mmas, NoPingPong()
 
     def row_max(self, bound: float) -> RowMax:
-        return RowMax.LOW
+        return RowMax.LOW if self.config.exact else RowMax.LINEAR
 
 
 class Fp8Keys(SixteenBits):

@@ -10,7 +10,6 @@ from fa3.complaints import shown
 from fa3.primitives import arguments, fp8_compute
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.shared_memory import check_fits, padded
-from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import (
     REGISTERS,
     REGISTERS_OF_CONVERTERS,
@@ -56,6 +55,8 @@ class ForwardConfig:
     converted_stages: int = 0
     # In FP8, whether the WGMMAs add P V to O, with fewer bits than two levels of sums.
     one_level: bool = False
+    # In FP8, whether P has exponentials, instead of codes that are linear in the score.
+    exact: bool = False
 
     @property
     def cluster(self) -> int:
@@ -72,10 +73,8 @@ class ForwardConfig:
 
     def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a consumer."""
-        table = REGISTERS_OF_PAGES if spec.is_fp8 or has_cache else REGISTERS
-        columns_v = padded(spec.head_dim_v)
-        if spec.transposed_v or (spec.is_fp8 and fp8_compute.transposers(self, columns_v) > 2):
-            table = REGISTERS
+        has_helpers = has_cache or (spec.is_fp8 and not spec.transposed_v)
+        table = REGISTERS_OF_PAGES if has_helpers else REGISTERS
         if self.converted_stages and not spec.is_fp8:
             table = REGISTERS_OF_CONVERTERS
         return table[self.consumers]
@@ -92,15 +91,9 @@ class ForwardConfig:
     def registers(self, spec: AttentionSpec) -> int:
         """Registers that a consumer thread needs for fragments and drawn numbers."""
         if spec.is_fp8:
-            return fp8_compute.fragment_registers(self, padded(spec.head_dim_v))
+            return fp8_compute.attention_of(self, padded(spec.head_dim_v))[1]
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
-
-    def sums_in_memory(self, spec: AttentionSpec) -> int:
-        """Rows of O whose float32 sums are in shared memory.
-        O is staged in their place."""
-        kind = fp8_compute.attention_of(self, padded(spec.head_dim_v)) if spec.is_fp8 else None
-        return self.tile_m if kind is fp8_compute.SharedAttention else 0
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
@@ -109,11 +102,10 @@ class ForwardConfig:
         loaded = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
         columns = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
         converted = self.converted_stages * self.tile_n * columns
-        sums = self.sums_in_memory(spec) * head_dim_v
-        o = self.tile_m * head_dim_v if self.own_o and not sums else 0
+        o = self.tile_m * head_dim_v if self.own_o else 0
         element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
         loaded *= FP8_BYTES if self.converted_stages else element
-        return element * (q + converted) + loaded + out * o + FLOAT_BYTES * sums + 1024
+        return element * (q + converted) + loaded + out * o + 1024
 
     def validate(self, spec: AttentionSpec, has_fp8_cache: bool = False) -> None:
         """Check that the kernel can run this config for this spec.
@@ -149,8 +141,9 @@ class ForwardConfig:
                 f"converted_stages must be 1 or more where k and v are FP8, but 0 with V^T and "
                 f"elsewhere, got {self.converted_stages}"
             )
-        if self.one_level and not spec.is_fp8:
-            raise ValueError("one_level must be False in 16 bits")
+        for name in ("one_level", "exact"):
+            if getattr(self, name) and not spec.is_fp8:
+                raise ValueError(f"{name} must be False in 16 bits")
         if spec.is_fp8 and self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n must be a multiple of {FP8_KEYS} in FP8, got {self.tile_n}")
         if not (self.own_o or spec.is_fp8):

@@ -205,20 +205,22 @@ TILINGS_IN_FP8 = tuple(
         head_dim_v,
         masked,
         math.inf,
-        replace(config, one_level=ONE_LEVEL, converted_stages=stages),
+        replace(config, one_level=ONE_LEVEL, exact=exact, converted_stages=stages),
         functions,
         element_bytes=1,
     )
+    for exact in (SETTINGS["FA3_FP8_EXP"] == "exact",)
     for stages in (2, 0)  # 0 for V^T
     for functions in (False, True)
     for masked in (False, True)
     for head_dim, head_dim_v, config in (
-        (64, 64, ForwardConfig(*(128, 192) if functions else (192, 128), q_stages=2, kv_stages=3)),
+        (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3)),
         (128, 128, ForwardConfig(192, 96, q_stages=1 if ONE_LEVEL else 2, kv_stages=3))
-        if not functions and (ONE_LEVEL or (masked and not stages))
+        if ONE_LEVEL and not functions
         else (128, 128, ForwardConfig(128, 128, q_stages=2, kv_stages=2 if stages else 3)),
         (192, 128, ForwardConfig(128, 128)),
-        (256, 256, ForwardConfig(128, 128, own_o=not stages)),
+        # At 232 registers a thread ptxas serialises the WGMMAs of 128 keys and O in one level.
+        (256, 256, ForwardConfig(128, 96 if ONE_LEVEL and stages else 128, own_o=not stages)),
     )
 )
 """The same for q, k and v in FP8, measured on an H100 until 2026-11-28, but for head size 192."""

@@ -180,7 +180,8 @@ class Attention:
             self.softmax.start(scores, shifts, self.sees(n_block))
         self.softmax.exponentiate(scores, True, shifts)
         self.write_p(acc_S, self.draw(acc_S, n_block))
-        self.regs.acc_O.fill(0.0)
+        for acc in self.accs:
+            acc.fill(0.0)
         return k_state
 
     @cute.jit
@@ -316,7 +317,7 @@ class Attention:
         """Whether P is a power of two where one key is visible.
         It is if the row max was taken from that key's score."""
         rules, kind = self.rules, self.softmax.kind
-        if kind in (RowMax.ONLINE, RowMax.LOW):
+        if self.softmax.online_max:
             return True
         return kind is RowMax.FIXED and not (rules.scores or rules.mask.templates)
 

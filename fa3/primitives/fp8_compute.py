@@ -8,9 +8,7 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
   are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
   are the operand P as they are.
 - Their sums have few bits. So P V of some blocks goes to registers of its own, which are then added
-  to O in fp32. With three MMA warpgroups O is in shared memory, since registers have no room for
-  it. With sums in one level, an option, the WGMMAs add P V to O; that leaves registers for larger
-  blocks of keys.
+  to O in fp32. With sums in one level, an option, the WGMMAs add P V to O.
 
 Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transposes in the kernel;
 DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
@@ -22,40 +20,90 @@ from typing import Any, ClassVar
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
-from fa3.primitives.vectors import QUAD
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.shared_memory import LayoutEnum
+from fa3.primitives.softmax import RowMax
+from fa3.primitives.wgmma import ROWS
 
 MOST_REGISTERS = 208
 """Registers of two MMA warpgroups for all fragments: of 232, 24 are for other things."""
 
-MOST_OF_ONE_LEVEL = 184
-"""Registers of S and O, with sums in one level, up to which 232 registers a thread are enough: at
-192 ptxas serialises the WGMMAs, and does not at 160."""
-
 KEYS_OF_SUM = 512
 """Keys whose P V the WGMMAs sum up before it is added to O, with overlap. They cut off bits, so
 sums of values of one sign are too small: by 0.6% with 512 keys, 1.6% with 1024, 3.8% with 2048.
-512 are 1% slower than 2048 with O in registers, and 5% with O in shared memory."""
+512 are 1% slower than 2048."""
 
-LOADS_AT_ONCE = {2: 4, 3: 1}
-"""Warps that transpose V -> loads of each that are on their way at once. Two have 40 registers a
-thread. Three have 24, which leave the MMA warpgroups 240."""
+TRANSPOSERS = 2  # warps that transpose blocks of V
+LOADS_AT_ONCE = 4  # loads of each that are on their way at once, with 40 registers a thread
+
+ONES = 256  # bytes of shared memory that the WGMMAs of row sums multiply P by
+
+CODES = """{{
+.reg .b32 pair<2>, above<2>, factor<2>, minus_16;
+mov.b32 factor0, 0x34003400;
+mov.b32 factor1, 0x3a003a00;
+mov.b32 minus_16, 0x80108010;
+cvt.rn.f16x2.f32 pair0, {$r2}, {$r0};
+cvt.rn.f16x2.f32 pair1, {$r3}, {$r1};
+fma.rn.relu.f16x2 above0, pair0, factor1, minus_16;
+fma.rn.relu.f16x2 above1, pair1, factor1, minus_16;
+fma.rn.relu.f16x2 pair0, pair0, factor0, above0;
+fma.rn.relu.f16x2 pair1, pair1, factor0, above1;
+mad.lo.u32 {$w0}, pair1, 256, pair0;
+}}"""
+"""Codes of four scores: max(8 (x + 7), 2 (x + 9), 0) of a score x, in powers of two. The second
+line follows numbers below 2**-6. What comes in is y = 8 (x + 9), and the code is max(0, y / 4 +
+max(0, 3 y / 4 - 16))."""
 
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
 
+@dataclass(frozen=True)
 class Fp8Attention(Attention):
     """The attention of a tile in e4m3, with one-level sums."""
 
+    # With linear codes, what P is multiplied by for row sums, and these; None with exponentials.
+    ones: cute.Tensor | None = None
+    sums: cute.Tensor | None = None
+
     @classmethod
-    def of(cls, *fields) -> "Fp8Attention":
-        """A tile's attention at its beginning; arguments as in the base."""
-        return cls(*fields)
+    def of(cls, ones: cute.Tensor | None, *fields) -> "Fp8Attention":
+        """A tile's attention at its beginning; further arguments as in the base."""
+        sums = None if ones is None else cute.make_rmem_tensor(((2, 2, 1), 1, 1), Float32)
+        return replace(cls(*fields), ones=ones, sums=sums)
+
+    @property
+    def accs(self) -> tuple:
+        return (self.regs.acc_O,) if self.sums is None else (self.regs.acc_O, self.sums)
+
+    def issue_pv(self, v_state, part: int):
+        """Start O += P V, and the row sums of P."""
+        self.sum_rows()
+        return super().issue_pv(v_state, part)
+
+    def sum_rows(self) -> None:
+        """Start the row sums of linear codes, in P V's commit group."""
+        if self.sums is not None:
+            kinds = Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K
+            source = warpgroup.OperandSource.RMEM
+            mma = sm90.make_trivial_tiled_mma(*kinds, Float32, (1, 1, 1), (ROWS, 8), source)
+            b, p = mma.make_fragment_B(mma.get_slice(0).partition_B(self.ones)), self.operand_p()
+            # The same for all keys.
+            layout = cute.make_layout((1, 1, cute.size(p, mode=[2])), stride=(0, 0, 0))
+            ones = cute.make_tensor(b.iterator, layout)
+            wgmma.issue(mma.op, self.sums, p, ones, accumulate=False, ends=False)
+
+    def add(self, fresh, part: int, v_state=None) -> None:
+        """Add a block's row sums to the softmax's."""
+        if self.sums is not None:
+            for r in range(2):
+                self.softmax.row_sum[r] = self.softmax.row_sum[r] + self.sums[2 * r]
 
     def write_p(self, acc_P: cute.Tensor, drawn) -> None:
         """Make P the operand of P V, after the block before."""
@@ -65,9 +113,13 @@ class Fp8Attention(Attention):
             acc_P.iterator, cute.make_layout((2, 2, 2, 2, steps), stride=(1, 4, 2, 8, 16))
         )
         for step in range(steps):
-            values = cute.make_rmem_tensor((2, 2, 2, 2), Float8E4M3FN)
-            values.store(operand[None, None, None, None, step].load().to(Float8E4M3FN))
-            packed = cute.recast_tensor(cute.flatten(values), Uint32)
+            p = operand[None, None, None, None, step]
+            if self.softmax.kind is RowMax.LINEAR:
+                packed = [codes_of(*(p[4 * i + j] for j in range(4))) for i in range(4)]
+            else:
+                values = cute.make_rmem_tensor((2, 2, 2, 2), Float8E4M3FN)
+                values.store(p.load().to(Float8E4M3FN))
+                packed = cute.recast_tensor(cute.flatten(values), Uint32)
             for i in range(4):
                 words[4 * step + i] = packed[i]
 
@@ -76,100 +128,42 @@ class Fp8Attention(Attention):
 class TwoLevelAttention(Fp8Attention):
     """The same with sums in two levels."""
 
-    # Sums of P V since they were added to O; of how many blocks, and whether they ever were.
+    # Sums of P V since they were added to O, and of how many blocks.
     fresh: cute.Tensor | None = None
-    counts: cute.Tensor | None = None
+    count: cute.Tensor | None = None
 
     @classmethod
     def of(cls, *fields) -> "TwoLevelAttention":
-        attention = cls(*fields)
+        attention = super().of(*fields)
         fresh = cute.make_rmem_tensor(attention.regs.acc_O.layout, Float32)
-        counts = cute.make_rmem_tensor(2, Int32)
-        fresh.fill(0.0)
-        counts.fill(0)
-        return replace(attention, fresh=fresh, counts=counts)
+        count = cute.make_rmem_tensor(1, Int32)
+        count.fill(0)
+        return replace(attention, fresh=fresh, count=count)
 
     @property
     def accs(self) -> tuple:
-        return self.regs.acc_O, self.fresh
+        return *super().accs, self.fresh
 
     def issue_pv(self, v_state, part: int) -> None:
         """Start P V, which is added to the sums."""
-        vt = self.regs.vt[None, None, None, v_state.index]
-        wgmma.issue(self.mmas.pv.op, self.fresh, self.operand_p(), vt, self.counts[0] > 0)
+        vt, goes_on = self.regs.vt[None, None, None, v_state.index], self.count[0] > 0
+        self.sum_rows()
+        wgmma.issue(self.mmas.pv.op, self.fresh, self.operand_p(), vt, goes_on)
 
     @cute.jit
     def add(self, fresh, part: int, v_state=None):
         """O += P V; in the block loop once every `KEYS_OF_SUM` keys."""
-        counts = self.counts
+        Fp8Attention.add(self, fresh, part)
+        count, acc_O = self.count, self.regs.acc_O
         if cutlass.const_expr(v_state is None):
-            self.add_sums(is_last=True)
+            acc_O.store(acc_O.load() + self.fresh.load())
         else:
-            counts[0] += 1
-            if counts[0] == KEYS_OF_SUM // self.rules.coords.width:
+            count[0] += 1
+            if count[0] == KEYS_OF_SUM // self.rules.coords.width:
                 # V has landed; this wait is here for its branch, around the additions.
                 self.wait(self.pipeline_v, v_state)
-                counts[0] = 0
-                self.add_sums(is_last=False)
-
-    def add_sums(self, is_last: bool) -> None:
-        """Add the sums to O."""
-        self.regs.acc_O.store(self.regs.acc_O.load() + self.fresh.load())
-
-
-@dataclass(frozen=True)
-class SharedAttention(TwoLevelAttention):
-    """The same with O in shared memory; `regs.acc_O` has the sums."""
-
-    shared: cute.Tensor | None = None  # O, like its registers
-
-    @classmethod
-    def of(cls, sums: cute.Tensor, thread, *fields) -> "SharedAttention":
-        """`sums` is the warpgroup's, (64 * columns / 2, 2)."""
-        attention = super().of(*fields)
-        (*quad, chunks), *ones = attention.regs.acc_O.shape
-        # Four registers lie next to four of the neighbouring threads. The halves are far apart.
-        stride = (1, 2, (QUAD * WARPGROUP, sums.stride[1])), 0, 0
-        layout = cute.make_layout(((*quad, (chunks // 2, 2)), *ones), stride=stride)
-        pointer = (sums.iterator + thread * QUAD).align(16)
-        shared = cute.make_tensor(pointer, layout)
-        return replace(attention, fresh=attention.regs.acc_O, shared=shared)
-
-    @property
-    def accs(self) -> tuple:
-        return self.fresh, self.shared
-
-    @cute.jit
-    def add_sums(self, is_last: cutlass.Constexpr):
-        """Add the sums to O, which comes to registers at the end."""
-        counts = self.counts
-        if cutlass.const_expr(is_last):
-            if counts[1] > 0:
-                self.add_shared(self.fresh)
-        else:
-            if counts[1] == 0:
-                registers, shared = as_quads(self.fresh), as_quads(self.shared)
-                for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
-                    cute.autovec_copy(registers[None, i], shared[None, i])
-            else:
-                self.add_shared(self.shared)
-            counts[1] = 1
-
-    @cute.jit
-    def add_shared(self, target: cute.Tensor):
-        """Write the sum of registers and O in shared memory."""
-        registers, shared, target = (as_quads(x) for x in (self.fresh, self.shared, target))
-        for i in cutlass.range_constexpr(cute.size(registers, mode=[1])):
-            quad = cute.make_rmem_tensor(QUAD, Float32)
-            cute.autovec_copy(shared[None, i], quad)
-            quad.store(quad.load() + registers[None, i].load())
-            cute.autovec_copy(quad, target[None, i])
-
-
-def as_quads(acc: cute.Tensor) -> cute.Tensor:
-    """View an accumulator ((2, 2, N/8), 1, 1) as (4, N/8)."""
-    chunks, stride = acc.shape[0][2], acc.stride[0][2]
-    return cute.make_tensor(acc.iterator, cute.make_layout((QUAD, chunks), stride=(1, stride)))
+                count[0] = 0
+                acc_O.store(acc_O.load() + self.fresh.load())
 
 
 class PartsAttention(Fp8Attention):
@@ -185,43 +179,42 @@ class PartsAttention(Fp8Attention):
         """Start P V of part of V's columns, in its own registers."""
         vt = self.regs.vt[None, None, None, v_state.index]
         size, _, steps = (cute.size(vt, mode=[i]) for i in range(3))
-        fresh = cute.make_rmem_tensor(self.part_of_O(part).layout, Float32)
+        fresh = cute.make_rmem_tensor((*self.regs.acc_O.shape[:2], 1), Float32)
         vt = cute.local_tile(vt, (size, 1, steps), (0, part, 0))
-        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, False)
+        if part == 0:
+            self.sum_rows()
+        wgmma.issue(self.mmas.pv.op, fresh, self.operand_p(), vt, accumulate=False)
         return fresh
-
-    def part_of_O(self, part: int) -> cute.Tensor:
-        """The registers of O for a part of V's columns."""
-        acc_O = self.regs.acc_O
-        size, columns = cute.size(acc_O, mode=[0]), cute.size(acc_O) * 2 // self.parts
-        layout = cute.make_layout(self.mmas.pv.partition_shape_C((ROWS, columns)))
-        return cute.make_tensor(acc_O.iterator + part * size, layout)
 
     def add(self, fresh: cute.Tensor, part: int, v_state=None) -> None:
         """O += P V."""
-        acc_O = self.part_of_O(part)
-        acc_O.store(acc_O.load() + fresh.load())
+        acc = self.regs.acc_O[None, None, part]
+        acc.store(acc.load() + fresh[None, None, 0].load())
+        if part == 0:
+            super().add(fresh, part)
 
 
-def attention_of(config: Any, columns_v: int) -> type[Fp8Attention]:
-    """The class of a tile's attention, by the registers of its warpgroups."""
+@cute.jit
+def fill_ones(field: cutlass.Constexpr) -> cute.Tensor:
+    """Fill (8, 32) elements of shared memory with 0.25.
+    Each of the four threads that share a row has its whole sum, and they are added up."""
+    thread, _, _ = cute.arch.thread_idx()
+    words = cute.make_tensor(cute.recast_ptr(field.data_ptr(), dtype=Uint32), ONES // 4)
+    if thread < ONES // 4:
+        words[thread] = Uint32(0x28282828)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, 8, 32), Float8E4M3FN, 1)
+    return field.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
+
+
+def attention_of(config: Any, columns_v: int) -> tuple[type[Fp8Attention], int]:
+    """The class of a tile's attention; a thread's registers for fragments."""
+    registers = config.tile_n // 2 + config.tile_n // 8 + columns_v // 2
     if config.one_level:
-        return Fp8Attention
-    if config.consumers == 3:
-        return SharedAttention
-    has_room = config.tile_n // 2 + config.tile_n // 8 + columns_v <= MOST_REGISTERS
-    return TwoLevelAttention if has_room else PartsAttention
-
-
-def fragment_registers(config: Any, columns_v: int) -> int:
-    """A thread's registers for S, P, O and an overlapping P V."""
-    is_apart = attention_of(config, columns_v) is TwoLevelAttention
-    return config.tile_n // 2 + config.tile_n // 8 + columns_v // (1 if is_apart else 2)
-
-
-def transposers(config: Any, columns_v: int) -> int:
-    """Warps that transpose blocks of V; `config` is a `ForwardConfig`."""
-    return 3 if config.one_level and (config.tile_n + columns_v) // 2 > MOST_OF_ONE_LEVEL else 2
+        return Fp8Attention, registers
+    if registers + columns_v // 2 <= MOST_REGISTERS:
+        return TwoLevelAttention, registers + columns_v // 2
+    return PartsAttention, registers
 
 
 @dataclass(frozen=True)
@@ -257,12 +250,11 @@ class ValueTransposer(BlockRewriter):
         source += from_state.index * block + key * width
         target += to_state.index * block + column * length
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
-        at_once = LOADS_AT_ONCE[self.warps]
         for piece in cutlass.range(self.warp, tile_n // CHUNK, self.warps, unroll=1):
             box, chunk = piece * CHUNK // length, piece * CHUNK % length // CHUNK
             to = target + box * (columns * length) + (chunk ^ swizzle_t) * CHUNK
-            for first in cutlass.range_constexpr(0, columns // 32, at_once):
-                groups = range(first, min(first + at_once, columns // 32))
+            for first in cutlass.range_constexpr(0, columns // 32, LOADS_AT_ONCE):
+                groups = range(first, min(first + LOADS_AT_ONCE, columns // 32))
                 # All loads come first: they take a while.
                 loads = []
                 for j in groups:
@@ -277,6 +269,11 @@ class ValueTransposer(BlockRewriter):
                         for selector in (one, other)
                     ]
                     store_matrices(to + j * (32 * length), rows)
+
+
+def codes_of(*scores: Float32) -> Uint32:
+    """Four scores from `LinearSoftmax` as codes of e4m3, at least 0."""
+    return cute.arch.inline_ptx(CODES, write_only_types=[Uint32], read_only_args=list(scores))
 
 
 def load_transposed(address) -> list[Uint32]:

@@ -114,7 +114,11 @@ class SlabStore:
     @cute.jit
     def store(self, acc: cute.Tensor, slab: Int32, head: Int32, rows):
         """Write an accumulator to slab `slab` of the sequence that has `rows`."""
-        is_storing_warp = self.drain()
+        # Warp 0 stores slabs. It waits until TMA has read the last one.
+        is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        if is_storing_warp:
+            self.wait()
+        self.meet()
         converted = cute.make_rmem_tensor_like(acc, self.smem.element_type)
         convert(acc, converted)
         place = self.group if self.place is None else self.place
@@ -126,16 +130,6 @@ class SlabStore:
             from_smem, to_gmem = self.tma.tiles_of_head(self.smem, head, rows)
             cute.copy(self.tma.atom, from_smem[None, place], to_gmem[None, slab])
             cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def drain(self):
-        """Wait until TMA has read the last slab.
-        Returns whether this warp stores slabs."""
-        is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
-        if is_storing_warp:
-            self.wait()
-        self.meet()
-        return is_storing_warp
 
     @property
     def barrier(self) -> pipeline.NamedBarrier:

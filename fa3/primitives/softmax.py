@@ -10,19 +10,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from fa3.primitives.fragments import float_bits
-
 SLACK = 8.0  # powers of two by which scores may exceed the row max before sums and O are rescaled
 
 MARGIN = 24.0
 """Powers of two that a fixed row max lies above the scores it was taken from: this leaves row
 sums more room to grow than to shrink."""
 
-FP8_OFFSET = 6.0
+FP8_OFFSET, LINEAR_OFFSET = 6.0, 5.75
 """Powers of two by which the row max lies below the scores that it was taken from, if terms are
-rounded to e4m3: small terms shall not vanish."""
+rounded to e4m3: small terms shall not vanish. The linear code of 2**5.75 is 4.1% too large, about
+as much as the mean of codes is: so a key at the row max weighs as much as it should."""
 
-FP8_SLACK = 2.75  # `SLACK` in FP8, above these scores: the largest number in e4m3 is 2**8.8
+FP8_SLACK = 8.75  # `SLACK` in FP8: the largest number in e4m3 is 2**8.8
+
+OUTLIER, OUTLIER_OFFSET = 6.0, 2.0
+"""`OUTLIER_OFFSET` more powers of two where the largest score lies `OUTLIER` above the largest of
+another thread of the row: other keys shall not vanish next to one."""
+
+CODE, CODE_OF_ONE = 8.0 * 2.0**-24, 72.0 * 2.0**-24
+"""A power of two in codes of e4m3, which has 8 codes for it, and the code of 1 plus 16; as fp16
+subnormals, whose bits are the codes."""
+
+EXCESS = math.log2(1.5 * math.log(2.0))  # what linear codes are too large by, in the mean
+
 LOG2_E = math.log2(math.e)  # powers of two in a natural logit
 
 GUESSED = 8
@@ -56,8 +66,10 @@ class RowMax(Enum):
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
         It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
         tell whether the guess failed (`failed`). It needs a P with the range of fp32.
-    LOW: as ONLINE, less `FP8_OFFSET` powers of two. Terms reach 2**(FP8_OFFSET + FP8_SLACK), which
-        is little less than the largest number in e4m3.
+    LOW: as ONLINE, less `FP8_OFFSET` powers of two. Terms reach 2**FP8_SLACK, which is little less
+        than the largest number in e4m3.
+    LINEAR: as LOW, less `LINEAR_OFFSET` powers of two, without exponentials: P is in codes of e4m3
+        that are linear in the score, and WGMMAs sum up its rows.
     ZERO: 0, for bounded scores. It cannot fail if the bound is at most `SLACK` powers of two;
         above, the row sum and O tell, as for FIXED.
     """
@@ -65,6 +77,7 @@ class RowMax(Enum):
     ONLINE = "online"
     FIXED = "fixed"
     LOW = "low"
+    LINEAR = "linear"
     ZERO = "zero"
 
 
@@ -125,7 +138,7 @@ class OnlineSoftmax:
 
     @property
     def online_max(self) -> bool:
-        return self.kind in (RowMax.ONLINE, RowMax.LOW)
+        return self.kind in (RowMax.ONLINE, RowMax.LINEAR, RowMax.LOW)
 
     @cute.jit
     def start(
@@ -159,10 +172,11 @@ class OnlineSoftmax:
         self, scores: cute.Tensor, shifts: tuple | None, sees: cutlass.Constexpr
     ) -> cute.Tensor:
         """Each row's row max from one block; -inf for no keys."""
-        row_max, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
+        row_max = cute.make_rmem_tensor_like(self.row_max)
         maxima = self.maxima(scores, shifts, None if sees is None else GUESSED)
         for r in cutlass.range_constexpr(cute.size(row_max)):
-            largest = quad_reduce(maxima[r], cute.arch.fmax) + margin
+            largest = quad_reduce(maxima[r], cute.arch.fmax)
+            largest = largest + self.margin_of(largest, maxima[r])
             if cutlass.const_expr(sees is not None):
                 # All guessed columns are -inf though keys are seen: try 0. If bad, the row fails.
                 no_guess = largest == -Float32.inf and sees(r)
@@ -170,13 +184,11 @@ class OnlineSoftmax:
             row_max[r] = largest
         return row_max
 
-    @property
-    def margin(self):
-        """How far the row max is above its scores, in raw scores."""
+    def margin_of(self, largest: Float32, own: Float32):
+        """How far the row max is above its scores, in raw scores.
+        They are at most `largest`, and this thread's at most `own`."""
         if self.kind is RowMax.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
-        if self.kind is RowMax.LOW:
-            return -FP8_OFFSET * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
 
     def maxima(
@@ -197,13 +209,13 @@ class OnlineSoftmax:
         row_max, row_sum, scale_log2 = self.row_max, self.row_sum, self.scale_log2
         if cute.arch.vote_any_sync(self.outgrown(scores, shifts)):
             accs_ready()
-            maxima, slack, margin = self.maxima(scores, shifts), self.slack, self.margin
+            maxima, slack = self.maxima(scores, shifts), self.slack
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
                 raised = quad_reduce(cute.arch.fmax(maxima[r], row_max[r]), cute.arch.fmax)
                 # Decide for each row alone: other rows of the warp may see keys that it does not.
                 has_outgrown = (raised - row_max[r]) * scale_log2 > slack
-                if cutlass.const_expr(self.kind is RowMax.LOW):
-                    raised = raised + margin
+                if cutlass.const_expr(self.kind is not RowMax.ONLINE):
+                    raised = raised + self.margin_of(raised, maxima[r])
                 raised = raised if has_outgrown else row_max[r]
                 correction = cute.math.exp2(
                     (row_max[r] - finite(raised)) * scale_log2, fastmath=True
@@ -240,8 +252,9 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
 
     def has_summed(self):
-        """Always true; unless the row max is ONLINE, row sums come first."""
-        return True if self.kind is RowMax.ONLINE else self.row_sum[0] + self.row_sum[1] >= 0.0
+        """Always true; most kinds need row sums for it."""
+        is_plain = self.kind in (RowMax.ONLINE, RowMax.LINEAR)
+        return True if is_plain else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
     def finish(
@@ -260,6 +273,8 @@ class OnlineSoftmax:
             row_sum = quad_reduce(self.row_sum[r], add)
             self.row_sum[r] = row_sum
             scaled = finite(self.row_max[r]) * self.scale_log2
+            if cutlass.const_expr(self.kind is RowMax.LINEAR):
+                scaled = scaled - EXCESS
             if cutlass.const_expr(sinks is None):
                 hidden = row_sum == 0.0
                 divided_by = row_sum if divisor is None else divisor(r, row_sum)
@@ -329,34 +344,33 @@ class BoundedSoftmax(OnlineSoftmax):
 
 
 class LowSoftmax(OnlineSoftmax):
-    kind, slack = RowMax.LOW, FP8_OFFSET + FP8_SLACK
+    kind, slack, offset = RowMax.LOW, FP8_SLACK, FP8_OFFSET
 
     @cute.jit
-    def outgrown(self, scores: cute.Tensor, shifts: tuple | None) -> cutlass.Boolean:
-        """The same, or whether it nearly does.
-
-        The bits of positive numbers order as integers do, and one instruction takes the largest of
-        three integers. That finds scores above a limit, unless the limit is negative.
-        """
-        # A little less than the slack, so that rounding hides no row whose maximum would be raised.
-        room = (self.slack - 2.0**-10) * cute.arch.rcp_approx(self.scale_log2)
-        rows, outgrown = range(cute.size(scores, mode=[0])), cutlass.Boolean(False)
-        limits = [self.row_max[r] + room - (0.0 if shifts is None else shifts[r]) for r in rows]
-        bits = [float_bits(limit) for limit in limits]
-        if cute.arch.vote_any_sync(cutlass.min(*bits) < 0):
-            outgrown = OnlineSoftmax.outgrown(self, scores, shifts)
-        else:
-            for r in cutlass.range_constexpr(len(bits)):
-                largest = [bits[r], bits[r]]
-                for i in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
-                    one, other = float_bits(scores[r, i]), float_bits(scores[r, i + 1])
-                    lane = i // 2 % 2
-                    largest[lane] = cutlass.max(cutlass.max(largest[lane], one), other)
-                outgrown = outgrown or cutlass.max(*largest) != bits[r]
-        return outgrown
+    def margin_of(self, largest: Float32, own: Float32):
+        least, scale = quad_reduce(own, cute.arch.fmin), self.scale_log2
+        is_outlier = (largest - least) * scale > OUTLIER and least > -Float32.inf
+        more = Float32(OUTLIER_OFFSET) if is_outlier else Float32(0.0)
+        return (-self.offset - more) * cute.arch.rcp_approx(scale)
 
 
-SOFTMAXES = {
-    softmax.kind: softmax for softmax in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax, LowSoftmax)
-}
+class LinearSoftmax(LowSoftmax):
+    kind, offset = RowMax.LINEAR, LINEAR_OFFSET
+
+    @cute.jit
+    def exponentiate(
+        self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
+    ):
+        """Replace scores by codes of e4m3 plus 16, not rounded yet.
+        They are fp16 subnormals."""
+        scale = self.scale_log2 * CODE
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            row, row_max = scores[r, None], finite(self.row_max[r])
+            if cutlass.const_expr(shifts is not None):
+                row_max = row_max - shifts[r]
+            row.store(row.load() * scale + (CODE_OF_ONE - row_max * scale))
+
+
+KINDS = OnlineSoftmax, FixedSoftmax, BoundedSoftmax, LowSoftmax, LinearSoftmax
+SOFTMAXES = {softmax.kind: softmax for softmax in KINDS}
 """Classes, not a field: the DSL would turn a constant field into a GPU value at a branch."""

@@ -18,8 +18,8 @@ ROWS_OF_WARP = ROWS // WARPS  # accumulator rows of a WGMMA that one warp holds
 
 
 @cute.jit
-def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate):
-    """Start acc = a b^T (+ acc) as one commit group.
+def issue(op: cutlass.Constexpr, acc, a, b, accumulate, ends: cutlass.Constexpr = True):
+    """Start acc = a b^T (+ acc), which `ends` a commit group.
     The caller waits for it. Makes its own MMA atom: a field set on an atom from outside a dynamic
     loop would escape it."""
     mma = cute.make_tiled_mma(op)
@@ -27,4 +27,5 @@ def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate):
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, True if k > 0 else accumulate)
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-    warpgroup.commit_group()
+    if cutlass.const_expr(ends):
+        warpgroup.commit_group()

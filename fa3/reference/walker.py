@@ -35,10 +35,10 @@ from fa3.complaints import shown
 from fa3.planning.decode import TILE_N, DecodePlan
 from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.routes import Signature
+from fa3.primitives import softmax
 from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.fragments import Position
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.softmax import FP8_OFFSET, FP8_SLACK, LOG2_E, SLACK
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.quantize import in_rows
@@ -48,6 +48,7 @@ from fa3.schedules.sequences import Cached, capacity_of
 from fa3.schedules.stream_k import segments
 from fa3.scores.masks import Blocks, Intersection, Mask, Sequence
 from fa3.scores.scores import Score, bind
+from fa3.settings import SETTINGS
 
 
 @contextmanager
@@ -240,7 +241,8 @@ class Walker:
         # Blocks of an FP8 cache are multiplied in fp16.
         is_fp8_cache = self.descales is not None and not spec.is_fp8
         self.rounded_to = torch.float16 if is_fp8_cache else self.q.dtype
-        self.slack = FP8_SLACK if spec.is_fp8 else SLACK
+        self.slack = softmax.FP8_SLACK if spec.is_fp8 else softmax.SLACK
+        self.is_linear = spec.is_fp8 and SETTINGS["FA3_FP8_EXP"] == "linear"
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
     @torch.autocast("cpu", enabled=False)
@@ -286,7 +288,7 @@ class Walker:
         descales = (one[step.place.batch, head_kv] for one in self.descales or ())
         scale_k, scale_v, scale_q, *_ = *descales, 1.0, 1.0, 1.0
         scale = 1.0 if self.scores else self.softmax_scale
-        scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
+        scale_log2, factor = scale * softmax.LOG2_E, self.softmax_scale / scale
         # In fp32, whatever default dtype the caller has set.
         row_max = q.new_full((len(q), 1), -torch.inf)
         row_sum, acc_O = q.new_zeros(len(q), 1), q.new_zeros(len(q), self.v.shape[3])
@@ -296,17 +298,19 @@ class Walker:
             is_masked = not blocks.full_begin <= n_block < blocks.full_end
             scaled_k = k * (scale_q * scale_k)
             values, kept, _ = self.logits(rows, keys, q, scaled_k, factor, is_masked)
-            largest, before = values.amax(dim=1, keepdim=True), row_max
-            outgrown = (largest - before) * scale_log2 > self.slack
-            row_max = torch.where(outgrown, largest, before)
+            values, before = values * scale_log2, row_max
+            largest = values.amax(dim=1, keepdim=True)
+            lowered = largest - self.offset(values, largest)
+            row_max = torch.where(largest - before > self.slack, lowered, before)
             # A row hidden so far has row max -inf; exp2(-inf - 0) is the 0 that it needs.
-            scaled = row_max.masked_fill(row_max == -torch.inf, 0.0) * scale_log2
-            correction = torch.exp2(before * scale_log2 - scaled)
-            p = torch.exp2(values * scale_log2 - scaled)
+            finite = row_max.masked_fill(row_max == -torch.inf, 0.0)
+            correction, p = torch.exp2(before - finite), torch.exp2(values - finite)
+            p = self.codes(p) if self.is_linear else p
             row_sum = row_sum * correction + p.sum(dim=1, keepdim=True)
             acc_O = acc_O * correction + self.rounded(p * kept) @ v
         is_hidden = row_sum == 0.0
-        lse = (row_max * scale_log2 + torch.log2(row_sum)) * math.log(2.0)
+        excess = self.is_linear * softmax.EXCESS
+        lse = (row_max + torch.log2(row_sum) - excess) * math.log(2.0)
         out = (acc_O * scale_v / row_sum).masked_fill(is_hidden, 0.0)
         if self.dropout is not None:
             out = out / self.dropout.kept
@@ -355,10 +359,24 @@ class Walker:
             values = values.masked_fill(~seen, -torch.inf)
         return values, 1.0 if self.dropout is None else self.dropout.keeps(at).float(), slope
 
+    def offset(self, values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor | float:
+        """Powers of two by which row maxima lie below the `largest` scores."""
+        if not self.spec.is_fp8:
+            return 0.0
+        # Two of eight columns in turn are a thread's.
+        least = values.unflatten(1, (-1, 4, 2)).amax(dim=(1, 3)).amin(dim=1, keepdim=True)
+        is_outlier = (largest - least > softmax.OUTLIER) & (least > -torch.inf)
+        offset = softmax.LINEAR_OFFSET if self.is_linear else softmax.FP8_OFFSET
+        return offset + is_outlier * softmax.OUTLIER_OFFSET
+
+    def codes(self, p: torch.Tensor) -> torch.Tensor:
+        """What codes that are linear in the logarithm of P stand for."""
+        x = p.log2()
+        codes = torch.maximum(8 * (x + 7), 2 * (x + 9)).clamp(min=0).round()
+        return codes.to(torch.uint8).view(self.rounded_to).float()
+
     def rounded(self, operand: torch.Tensor) -> torch.Tensor:
         """An operand of a product as the tensor cores would get it."""
-        if self.spec.is_fp8:
-            return (operand * 2.0**FP8_OFFSET).to(self.rounded_to).float() * 2.0**-FP8_OFFSET
         return operand.to(self.rounded_to).float()
 
 
