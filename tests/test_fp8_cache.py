@@ -27,8 +27,8 @@ from fa3.planning.decode import Sizes, config_of, ctas_of_call
 from fa3.planning.tilings import converting_tiling
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.fp8_blocks import ConvertedPipeline
-from fa3.primitives.shared_memory import CAPACITY
-from fa3.problem import AttentionSpec, Window
+from fa3.primitives.shared_memory import CAPACITY, padded
+from fa3.problem import AttentionSpec
 from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.stream_k import CtaGroups, StreamK
 from fa3.scores.masks import Band
@@ -171,8 +171,8 @@ def test_cuts(where):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_are_those_of_the_converted_cache(head_dim, dtype, where):
-    """With q and the cache in fp16, the kernel computes the same sums in the same order."""
+def test_results_are_those_of_the_converted_cache(head_dim, dtype, where):
+    """With q and the cache in fp16, only the order of sums differs."""
     problem = CacheProblem((5000, 64, 130), 2, heads_kv=2, group=4, head_dim=head_dim, dtype=dtype)
     call = make_call(problem, 0, where)
     codes = {name: in_fp8(call[name]) for name in CACHES}
@@ -180,7 +180,9 @@ def test_bits_are_those_of_the_converted_cache(head_dim, dtype, where):
     for num_splits in (1, 4):
         out, lse, _ = attend(call | codes, num_splits=num_splits)
         other, other_lse, _ = attend(call | wide, num_splits=num_splits)
-        assert torch.equal(lse, other_lse) and (dtype != "float16" or torch.equal(out, other))
+        torch.testing.assert_close(lse, other_lse, rtol=1e-6, atol=1e-5)
+        if dtype == "float16":
+            torch.testing.assert_close(out, other, rtol=2.0**-9, atol=2.0**-12)
 
 
 def test_scales_of_sequences(where):
@@ -470,10 +472,10 @@ def make_fp8_call(lengths: tuple[int, ...], where) -> tuple[dict, dict]:
 # ------------------------------------------------------------------------------- machine code
 
 KERNELS = {
-    "128": (128, 128, 0, CtaGroups, False),
-    "192-128": (192, 128, 64, StreamK, False),
-    "256": (256, 256, 16, StreamK, False),
-    "64, page 1": (64, 64, 1, StreamK, True),
+    "128": (128, 128, 16, 0, CtaGroups, False),
+    "192-128": (192, 128, 16, 64, StreamK, False),
+    "256": (256, 256, 64, 16, StreamK, False),
+    "64, page 1": (64, 64, 16, 1, StreamK, True),
 }
 
 
@@ -481,17 +483,21 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_machine_code(name):
     """No register spills, and e4m3 becomes fp16 in one instruction for two values."""
-    head_dim, head_dim_v, page_size, cut, has_fp8_q = KERNELS[name]
+    head_dim, head_dim_v, rows, page_size, cut, has_fp8_q = KERNELS[name]
     spec = AttentionSpec("bfloat16", head_dim, head_dim_v, Band(right=True))
     cache = CacheLayout(page_size, is_fp8=True)
-    kernel = Decode(spec, config_of(spec, cache, cut), 4, cache, cut, has_fp8_q=has_fp8_q)
-    report = report_of(kernel)
+    kernel = Decode(spec, config_of(spec, cache, cut, rows), 4, cache, cut, has_fp8_q=has_fp8_q)
+    report = report_of(kernel, kernel.config.ctas_of_sm)
     assert report.threads == kernel.threads
     assert report.count("F2FP.F16.E4M3.UNPACK_B") > 0
-    consumer, others = kernel.registers
-    # Otherwise setmaxnreg would wait for ever: each scheduler has one warp of consumers.
-    warps = kernel.threads // 128
-    assert consumer + (warps - 1) * others <= warps * report.registers
+    if kernel.converts:
+        consumer, others = kernel.registers
+        # Otherwise setmaxnreg would wait for ever: each scheduler has one warp of consumers.
+        warps = kernel.threads // 128
+        assert consumer + (warps - 1) * others <= warps * report.registers
+    else:
+        # Q K^T and P V stand in the loops, before them or behind.
+        assert report.count("HMMA.16816.F32") == 3 * (padded(head_dim) + padded(head_dim_v)) // 8
 
 
 @pytest.mark.compiles
@@ -501,22 +507,18 @@ def test_machine_code_of_append():
 
 
 def test_two_ctas_share_an_sm_where_they_fit():
-    for head_dim, ctas in ((64, 2), (96, 2), (128, 2), (192, 1), (256, 1)):
+    """With few rows one is alone on its SM."""
+    for head_dim, most in ((64, 2), (96, 2), (128, 2), (192, 1), (256, 1)):
         spec = AttentionSpec("bfloat16", head_dim, head_dim, Band())
-        for page_size, expected_ctas in ((0, ctas), (64, ctas), (1, 1)):
+        for page_size, rows, cut in itertools.product((0, 64, 1), (16, 17), (CtaGroups, StreamK)):
             cache = CacheLayout(page_size, is_fp8=True)
-            config = config_of(spec, cache, StreamK)
-            assert config.ctas_of_sm == expected_ctas
-            assert config.kv_stages >= 2
-            assert expected_ctas * config.smem_bytes(spec) <= CAPACITY
-            for batch, heads, keys, expected_count in (
-                (64, 8, 8192, 132 * expected_ctas),
-                (1, 1, 8192, 132),
-                (1, 8, 1 << 17, 132 * expected_ctas),
-            ):
-                sizes = Sizes(batch, 1, heads, 4, keys)
-                assert ctas_of_call(spec, cache, sizes, Window(), 132) == expected_count
-                assert ctas_of_call(spec, CacheLayout(), sizes, Window(), 132) == 132
+            config, shares = config_of(spec, cache, cut, rows), page_size != 1 and rows == 16
+            assert config.shares_keys == shares and (config.converted_stages == 0) == shares
+            assert config.ctas_of_sm == (most if page_size != 1 and not shares else 1)
+            assert config.ctas_of_sm * config.smem_bytes(spec) <= CAPACITY
+            assert not shares or 2 * config.smem_bytes(spec) > CAPACITY
+            for layout, count in ((cache, 132 * config.ctas_of_sm), (CacheLayout(), 132)):
+                assert ctas_of_call(spec, layout, Sizes(1, rows, 8, 1, 8192), 132) == count
 
 
 @pytest.mark.compiles

@@ -10,17 +10,18 @@ merges them into O; it waits only for CTAs that have nearly done. With more,
 `kernels.combine` merges them. Where tiles may be cut anywhere (`StreamK`), each launch says which.
 
 Roles per CTA
-    warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue. With an
-                              FP8 cache Q goes on into registers, if there are enough
+    warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue. On an
+                              FP8 cache, with few rows, each warp has its own keys of every block
     warp 4 or 4-7  producer   one warp that issues TMA loads, or four that gather rows
     warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
-    warps 6-7      converters of an FP8 cache's blocks to fp16; warps 8-11 if rows are gathered
+    warps 6-7      converters of an FP8 cache's blocks to fp16, with more rows; warps 8-11 if rows
+                              are gathered
 
 Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
     There are as many stages as fit: loads in flight hide the latency of memory.
-    From an FP8 cache the converters take these blocks, and hand them on in two more pipelines.
+    Converters, if any, take these blocks, and hand them on in two more pipelines.
 
 Timeline of a launch (programmatic dependent launch)
     barriers, descriptors | find the piece | wait for the previous kernel | segments ...
@@ -67,7 +68,12 @@ from fa3.primitives.cache_blocks import (
     stream_of_keys,
 )
 from fa3.primitives.fp8_blocks import CacheConverter, convert_rows
-from fa3.primitives.fragments import as_rows_and_columns, convert, read_fragment
+from fa3.primitives.fragments import (
+    as_rows_and_columns,
+    convert,
+    convert_words,
+    read_fragment,
+)
 from fa3.primitives.output_store import PartCounter, RowLse, shared_by
 from fa3.primitives.packed_rows import (
     PackedCoords,
@@ -81,6 +87,7 @@ from fa3.primitives.packed_rows import (
 from fa3.primitives.ragged_lengths import RaggedLengths, read_early
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import rows_first
+from fa3.primitives.warp_attention import WarpAttention, WarpFragments, coords_of_warp
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import Window
 from fa3.schedules.order import Segment, Tile
@@ -229,7 +236,7 @@ class Decode(DecodeMemory):
         # Each lane has the length of one sequence, if there are few.
         place = self.locate(early) if self.cache.is_full else early.locate_among_few(before)
         if is_prefetcher:
-            if cutlass.const_expr(self.cache.is_fp8):
+            if cutlass.const_expr(self.converts):
                 cute.arch.setmaxregister_decrease(self.registers[1])
             if cutlass.const_expr(not self.gathers):
                 if cutlass.const_expr(not self.cache.is_full):  # noqa: SIM102
@@ -249,14 +256,14 @@ class Decode(DecodeMemory):
         All warps have found it by the same instructions: copies of these come into the SM late."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx < WARPS:
-            if cutlass.const_expr(self.cache.is_fp8):
+            if cutlass.const_expr(self.converts):
                 cute.arch.setmaxregister_increase(self.registers[0])
             self.mma(operands, smem, walk)
         else:
-            if cutlass.const_expr(self.cache.is_fp8):
+            if cutlass.const_expr(self.converts):
                 cute.arch.setmaxregister_decrease(self.registers[1])
             cursor = walk.first()
-            if cutlass.const_expr(not self.cache.is_fp8):  # noqa: SIM114, joined both would be traced
+            if cutlass.const_expr(not self.converts):  # noqa: SIM114, joined both would be traced
                 self.load(operands, smem, walk, cursor)
             elif warp_idx < self.first_converter:
                 self.load(operands, smem, walk, cursor)
@@ -366,11 +373,16 @@ class Decode(DecodeMemory):
         """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        sources = warpgroup.OperandSource
-        source_q = sources.RMEM if self.holds_q else sources.SMEM
-        mmas = Mmas.of(self.element, TILE_N, self.columns_v, source_q)
-        regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
-        kind = GatheredAttention if self.gathers and not self.cache.is_fp8 else Attention
+        if cutlass.const_expr(self.config.shares_keys):
+            warp = cute.arch.make_warp_uniform(thread // WARP)
+            mmas, kind = None, WarpAttention
+            regs = WarpFragments.of(smem.k.blocks, smem.v.blocks, warp)
+        else:
+            sources = warpgroup.OperandSource
+            source_q = sources.RMEM if self.holds_q else sources.SMEM
+            mmas = Mmas.of(self.element, TILE_N, self.columns_v, source_q)
+            regs = mmas.fragments(smem.q, smem.k.blocks, smem.v.blocks)
+            kind = GatheredAttention if self.gathers and not self.cache.is_fp8 else Attention
         consumer = pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, cute.size(smem.k.blocks, mode=[2]))
         v_state = pipeline.make_pipeline_state(consumer, cute.size(smem.v.blocks, mode=[2]))
@@ -386,18 +398,21 @@ class Decode(DecodeMemory):
             scale, scale_v = operands.softmax_scale, None
             cute.arch.cp_async_wait_group(0)
             sQ = smem.q[None, None, q_stage]
-            if cutlass.const_expr(self.cache.is_fp8):
+            if cutlass.const_expr(self.converts):
                 _, seqlen_q = walk.lengths.queries(length)
                 rows = seqlen_q * self.qhead_per_kvhead - tile.m_block * ROWS
                 context = smem.largest, consumer_barrier(), thread
                 scale *= convert_rows(sQ, operands.q.element_type, rows, *context)
+            if cutlass.const_expr(self.cache.is_fp8):
                 scale_k, scale_v, *scale_q = descales
                 for one in (scale_k, *scale_q):
                     scale *= one
             # The warpgroup's WGMMAs see what it has written to shared memory.
             cute.arch.fence_proxy("async.shared", space="cta")
             consumer_barrier().arrive_and_wait()
-            if cutlass.const_expr(self.holds_q):
+            if cutlass.const_expr(self.config.shares_keys):
+                scale *= regs.read_q(sQ, operands.q.element_type)
+            elif cutlass.const_expr(self.holds_q):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):
                 descales = self.fetch_q(operands, smem.q, walk, following, 1 - q_stage)
@@ -405,7 +420,10 @@ class Decode(DecodeMemory):
                 consumer_barrier().arrive_and_wait()  # All warps have Q in registers.
                 descales = self.fetch_q(operands, smem.q, walk, following, q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
-            coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
+            if cutlass.const_expr(self.config.shares_keys):
+                coords = coords_of_warp(warp, tile, TILE_N, self.qhead_per_kvhead)
+            else:
+                coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q if self.holds_q else regs.q[None, None, None, q_stage]
@@ -423,6 +441,8 @@ class Decode(DecodeMemory):
             if cutlass.const_expr(self.may_merge):
                 number = self.take_number(operands.counters, segment, thread)
             v_state = attention.last(v_state)
+            if cutlass.const_expr(self.config.shares_keys):
+                attention = attention.merged(smem.sums, warp, meet)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
             elif cutlass.const_expr(not self.holds_q):
@@ -506,7 +526,8 @@ class Decode(DecodeMemory):
         out, row_lse, sinks, queries = rows
         lse = attention.finish(rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
-        convert(acc_O, converted)
+        # A warp's share of columns may be no multiple of what `convert` takes at once.
+        (convert_words if self.config.shares_keys else convert)(acc_O, converted)
         store_rows(as_rows_and_columns(converted), lse, out, row_lse, rules.coords, queries)
 
     # --------------------------------------------------------------------------------- merge

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, pipeline
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.decode_launch import TILE_N, DecodeConfig
@@ -23,7 +23,8 @@ from fa3.primitives.packed_rows import Workspace, clear_rows
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.warp_attention import AFTER_ROW, MMA_ROWS
+from fa3.primitives.wgmma import WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec
 from fa3.schedules.stream_k import CtaGroups, StreamK
 
@@ -65,8 +66,9 @@ class DecodeBuffers(NamedTuple):
     q: cute.Tensor
     k: BlockRing
     v: BlockRing
+    sums: cute.Tensor | None  # of warps that share a tile's keys, see `WarpAttention.merged`
     number: cute.Tensor  # (1,) int32, the number of the consumer's part among the parts of its tile
-    largest: cute.Tensor  # (4,) int32, of each warp's share of an FP8 call's Q
+    largest: cute.Tensor  # (4,) int32, of each warp's share of Q, if warps convert blocks
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,11 @@ class DecodeMemory(AttentionKernel):
         return -1 if self.gathers else WARPS + 1
 
     @property
+    def converts(self) -> bool:
+        """Whether warps convert blocks of an FP8 cache in shared memory."""
+        return self.cache.is_fp8 and not self.config.shares_keys
+
+    @property
     def first_converter(self) -> int:
         """The first warp that converts blocks of an FP8 cache."""
         return 2 * WARPS if self.gathers else WARPS + 2
@@ -143,7 +150,7 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def threads(self) -> int:
-        if self.cache.is_fp8:
+        if self.converts:
             return WARP * (self.first_converter + self.converters)
         return WARPGROUP + (WARPGROUP if self.gathers else 2 * WARP)
 
@@ -157,27 +164,33 @@ class DecodeMemory(AttentionKernel):
         """Whether a tile's Q stays in registers, for an FP8 cache.
         Then Q K^T does not read it from shared memory, which limits the speed there. At larger head
         sizes there are too few registers."""
-        return self.cache.is_fp8 and max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
+        few_columns = max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
+        return self.config.shares_keys or (self.cache.is_fp8 and few_columns)
 
     @property
     def element(self):
-        """Element type of what is multiplied."""
-        return CONVERTED if self.cache.is_fp8 else self.dtype
+        """Element type of Q in shared memory, and of blocks for WGMMAs."""
+        return CONVERTED if self.converts else self.dtype
 
     def block_memory(self, columns: int) -> BlockMemory:
         """Blocks of K or of V in shared memory."""
         config = self.config
-        if not self.cache.is_fp8:
-            return BlockMemory.of(TILE_N, columns, self.dtype, config.kv_stages)
-        sizes = config.kv_stages, config.converted_stages, self.converters
-        return BlockMemory.converted(TILE_N, columns, *sizes)
+        if self.converts:
+            sizes = config.kv_stages, config.converted_stages, self.converters
+            return BlockMemory.converted(TILE_N, columns, *sizes)
+        dtype = Float8E4M3FN if self.config.shares_keys else self.dtype
+        return BlockMemory.of(TILE_N, columns, dtype, config.kv_stages)
 
     @cute.jit
     def setup_shared_memory(self):
         """Lay out shared memory and initialise the mbarriers."""
-        config, is_fp8, dtype = self.config, self.cache.is_fp8, self.element
+        config, dtype = self.config, self.element
         blocks_k, blocks_v = map(self.block_memory, (self.columns, self.columns_v))
-        shape, stages = (ROWS, TILE_N, self.columns), config.q_stages
+        rows = config.rows_of_q(self.columns)
+        shape, stages = (rows, TILE_N, self.columns), config.q_stages
+        sums_layout = cute.make_ordered_layout(
+            (WARPS, MMA_ROWS, self.columns_v + AFTER_ROW), order=(2, 1, 0)
+        )
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, dtype, stages)
         fields_k, fields_v = blocks_k.fields, blocks_v.fields
 
@@ -186,10 +199,14 @@ class DecodeMemory(AttentionKernel):
             barriers_k: fields_k.barriers
             barriers_v: fields_v.barriers
             number: cute.struct.MemRange[Int32, 1]
-            largest: cute.struct.MemRange[Int32, WARPS * is_fp8]
+            largest: cute.struct.MemRange[Int32, WARPS * self.converts]
             loaded_barriers_k: fields_k.loaded_barriers
             loaded_barriers_v: fields_v.loaded_barriers
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
+            sums: cute.struct.Align[
+                cute.struct.MemRange[Float32, cute.cosize(sums_layout) * self.config.shares_keys],
+                128,
+            ]
             k: fields_k.blocks
             v: fields_v.blocks
             loaded_k: fields_k.loaded
@@ -198,12 +215,13 @@ class DecodeMemory(AttentionKernel):
         storage = SmemAllocator().allocate(Storage)
         buffer_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         number = largest = storage.number.get_tensor(cute.make_layout(1))
-        if cutlass.const_expr(is_fp8):
+        if cutlass.const_expr(self.converts):
             largest = storage.largest.get_tensor(cute.make_layout(WARPS))
         new_pipeline = partial(block_pipeline, gathers=self.gathers)
         ring_k = blocks_k.ring(storage, "k", new_pipeline, WARPS)
         ring_v = blocks_v.ring(storage, "v", new_pipeline, WARPS)
-        smem = DecodeBuffers(buffer_q, ring_k, ring_v, number, largest)
+        buffer = storage.sums.get_tensor(sums_layout) if self.config.shares_keys else None
+        smem = DecodeBuffers(buffer_q, ring_k, ring_v, buffer, number, largest)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
             # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.

@@ -70,17 +70,15 @@ FP8_BYTES_IN_FLIGHT = {1: 64 << 10, 2: 32 << 10}
 16 x 8k with 32/8 heads of 128 took 96.0 us with 32 KB, 101.1 us with 48 KB; with 16/4 heads of 256,
 95.4 us with 64 KB, 100.2 us with 96 KB."""
 
-FEW_PARTS, FEW_BLOCKS = 12, 8
-"""A call on an FP8 cache has one CTA on an SM where two would cut tiles into more than `FEW_PARTS`
-parts, and an SM has up to `FEW_BLOCKS` blocks. 1 x 8k with 8/1 heads takes 9.2 us instead of 11.0,
-5 x 3000 with 28/4 heads 15.8 instead of 17.2 (H100). With up to 8 parts two are faster: 8 x 1k with
-32/8 heads takes 12.2 instead of 13.0."""
+SHARED_ROWS = 16
+"""Rows of a tile up to which warps share the keys of an FP8 cache, unless rows are gathered. On an
+H200, 16 x 8k with 32/8 heads takes 67 us, and 82 with converting warps. With 32 rows it would take
+79 instead of 86, with 64 rows 143 instead of 94, and with gathered rows 126 instead of 104."""
 
-IDLE_IF_EVEN, BLOCKS_IF_EVEN = 16, 32
-"""A call on an FP8 cache leaves one CTA in `IDLE_IF_EVEN` idle, if then all tiles have equally many
-pieces: of full sequences each CTA has a piece of one tile. Up to `BLOCKS_IF_EVEN` blocks of a piece
-that pays: 128 x 2k with 8/1 heads takes 30.9 us with 256 CTAs, not 32.9 with 264 (H100). Pieces of
-64 blocks gain nothing, 16 x 8k with 32/8 heads: 100.0 and 100.3."""
+SHARED_BYTES_IN_FLIGHT = 80 << 10
+"""Bytes that a CTA has in flight there; it has an SM of its own. For 48, 64, 80 and 96 KB, 64 x 8k
+with 32/8 heads takes 257.6, 251.6, 250.5 and 251.5 us, 128 x 2k with 8/1 heads 22.7, 22.2, 21.8 and
+22.5. Two CTAs on an SM with 64 KB each take 255.7 and 25.7."""
 
 COLUMNS_OF_TWO = 128  # columns of V up to which there are registers for two CTAs
 
@@ -224,7 +222,7 @@ class DecodePlan(PlanBase):
     ) -> "DecodePlan":
         """Return the plan of calls whose K and V are a cache."""
         plan = cls(problem, gpu, cache, NoSplit(), gpu.num_sms, **kinds)
-        num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, plan.window, gpu.num_sms)
+        num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, gpu.num_sms)
         options = num_splits, batch_invariant, plan.is_packed, plan.appends
         cut = choose_cut(plan.sizes, plan.window, num_ctas, *options)
         return replace(plan, cut=cut, num_ctas=num_ctas)
@@ -285,7 +283,8 @@ class DecodePlan(PlanBase):
         # Pieces of whole tiles may go beyond the end of the line.
         is_long = (2 if isinstance(self.cut, CtaGroups) else 1) * blocks > LARGEST
         cut_type = type(self.cut)
-        config, ratio = config_of(self.spec, self.cache, cut_type), self.sizes.qhead_per_kvhead
+        config = config_of(self.spec, self.cache, cut_type, self.sizes.rows)
+        ratio = self.sizes.qhead_per_kvhead
         kind = (
             cut_type, is_long, self.is_packed, self.has_used_q, self.overlaps_forward,
             self.has_fp8_q,
@@ -444,21 +443,36 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
         )
 
 
-def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
+def config_of(
+    spec: AttentionSpec, cache: CacheLayout, cut_type: type, rows: int = ROWS
+) -> DecodeConfig:
     """Blocks of 64 keys, with stages that hold the bytes in flight.
     Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps."""
+    gathers = cache.box(TILE_N) == 0
     if cache.is_fp8:
-        return fp8_config(spec, cache.box(TILE_N) == 0)
+        if rows <= SHARED_ROWS and not gathers:
+            return shared_config(spec)
+        return fp8_config(spec, gathers)
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
     one, two = (
         DecodeConfig(max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
     )
-    gathers = cache.box(TILE_N) == 0
     if cut_type is not CtaGroups or gathers or padded(spec.head_dim_v) > COLUMNS_OF_TWO:
         return one
     return two if two.ctas_of_sm * two.smem_bytes(spec) <= CAPACITY else one
+
+
+def shared_config(spec: AttentionSpec) -> DecodeConfig:
+    """The same where warps share an FP8 cache's keys."""
+    block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
+    stages = max(3, -(-SHARED_BYTES_IN_FLIGHT // block))
+    config = DecodeConfig(stages, q_stages=1, shares_keys=True)
+    while 2 * config.smem_bytes(spec) <= CAPACITY:
+        # Where another kernel has taken an SM, two CTAs would land on the next.
+        config = replace(config, kv_stages=config.kv_stages + 1)
+    return config
 
 
 def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
@@ -476,19 +490,10 @@ def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
     return replace(empty, kv_stages=stages)
 
 
-def ctas_of_call(
-    spec: AttentionSpec, cache: CacheLayout, sizes: Sizes, window: Window, num_sms: int
-) -> int:
+def ctas_of_call(spec: AttentionSpec, cache: CacheLayout, sizes: Sizes, num_sms: int) -> int:
     """How many CTAs a call has that may use so many SMs."""
-    if not cache.is_fp8:
-        return num_sms
-    num_ctas = num_sms * config_of(spec, cache, StreamK).ctas_of_sm
-    blocks = sizes.num_tiles * sizes.most_blocks(window)
-    if num_ctas > FEW_PARTS * sizes.num_tiles and blocks <= FEW_BLOCKS * num_sms:
-        return num_sms
-    even = num_ctas // sizes.num_tiles * sizes.num_tiles
-    are_even = even > sizes.num_tiles and IDLE_IF_EVEN * (num_ctas - even) <= num_ctas
-    return even if are_even and blocks <= BLOCKS_IF_EVEN * even else num_ctas
+    # Of 16 bits the second CTA of an SM is of the next call.
+    return num_sms * config_of(spec, cache, StreamK, sizes.rows).ctas_of_sm
 
 
 def choose_cut(

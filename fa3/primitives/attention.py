@@ -117,6 +117,10 @@ class Attention:
         """Wait for a block of K or V."""
         pipe.consumer_wait(state)
 
+    def wait_for_products(self, pending: int):
+        """Wait for all groups of WGMMAs but the last `pending`."""
+        warpgroup.wait_group(pending)
+
     @property
     def overlaps(self) -> bool:
         """Whether P V runs under the softmax of the next block."""
@@ -157,7 +161,7 @@ class Attention:
         """Adapt row maxima to a block, and rescale O."""
         if self.softmax.online_max:
             accs = [as_rows_and_columns(acc) for acc in self.accs]
-            self.softmax.update_row_max(scores, accs, lambda: warpgroup.wait_group(0), shifts)
+            self.softmax.update_row_max(scores, accs, lambda: self.wait_for_products(0), shifts)
         elif self.may_lack_row_max(masked):
             self.softmax.init_late_rows(scores, shifts, self.sees(n_block))
 
@@ -166,7 +170,7 @@ class Attention:
         """S and softmax of the first block, always masked; no P V."""
         self.wait(self.pipeline_k, k_state)
         acc_S = self.issue_qk(k_state)
-        warpgroup.wait_group(0)
+        self.wait_for_products(0)
         self.pipeline_k.consumer_release(k_state)
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
@@ -241,7 +245,7 @@ class Attention:
             self.wait(self.pipeline_v, v_state)
             fresh = self.issue_pv(v_state, 0)
         self.turns.signal_next()
-        warpgroup.wait_group(1 if self.overlaps else 0)
+        self.wait_for_products(1 if self.overlaps else 0)
         self.pipeline_k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
@@ -255,7 +259,7 @@ class Attention:
             # nothing above branches, the condition must depend on the exponentials.
             if self.softmax.has_summed():
                 self.pipeline_v.consumer_wait(v_state)
-            warpgroup.wait_group(0)
+            self.wait_for_products(0)
             self.add(fresh, 0, v_state)
             self.pipeline_v.consumer_release(v_state)
         self.write_p(acc_S, drawn)
@@ -279,7 +283,7 @@ class Attention:
         self.wait(self.pipeline_v, v_state)
         for part in cutlass.range_constexpr(self.parts):
             fresh = self.issue_pv(v_state, part)
-            warpgroup.wait_group(0)
+            self.wait_for_products(0)
             self.add(fresh, part)
             if cutlass.const_expr(part + 1 < self.parts):
                 # V has landed; the branch keeps ptxas from adding up after the next WGMMAs have

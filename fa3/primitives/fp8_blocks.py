@@ -203,7 +203,8 @@ def convert_rows(
             for i in cutlass.range(steps, unroll=1):
                 values, _ = elements_at(smem, dtype, thread + i * WARPGROUP)
                 most = largest_finite(most, values)
-            scale, unscale = powers_of_two(most, largest, thread, barrier)
+            bits = largest_of_warps(float_bits(most), largest, thread, barrier.arrive_and_wait)
+            scale, unscale = powers_of_two(bits)
         for i in cutlass.range(steps, unroll=1):
             values, target = elements_at(smem, dtype, thread + i * WARPGROUP)
             converted = cute.make_rmem_tensor(VECTOR, CONVERTED)
@@ -219,7 +220,9 @@ def convert_fragment(fragment: cute.Tensor, largest: cute.Tensor, barrier, threa
     if fragment.element_type is not CONVERTED:
         wide = cute.make_rmem_tensor(cute.size(fragment), Float32)
         widen_words(fragment, wide)
-        scale, unscale = powers_of_two(largest_finite(Float32(0.0), wide), largest, thread, barrier)
+        bits = float_bits(largest_finite(Float32(0.0), wide))
+        bits = largest_of_warps(bits, largest, thread, barrier.arrive_and_wait)
+        scale, unscale = powers_of_two(bits)
         wide.store(wide.load() * scale)
         convert_words(wide, cute.recast_tensor(cute.flatten(fragment), CONVERTED))
     return unscale
@@ -234,9 +237,9 @@ def largest_finite(most: Float32, values: cute.Tensor) -> Float32:
     return most
 
 
-def powers_of_two(most: Float32, largest: cute.Tensor, thread, barrier) -> tuple:
-    """Factors that bring Q into fp16, and scores back."""
-    bits = largest_of_warps(float_bits(most), largest, thread, barrier.arrive_and_wait)
+def powers_of_two(bits: Int32) -> tuple:
+    """Factors that bring Q into fp16, and scores back.
+    `bits` are the bits of Q's largest magnitude."""
     excess = cutlass.max((bits >> 23) - LARGEST_EXPONENT, -MOST_SCALED)
     return tuple(float_of((x + 127) << 23) for x in (-excess, excess))
 

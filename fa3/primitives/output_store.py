@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, pipeline
 
 from fa3.primitives.fragments import ScoreCoords, as_rows_and_columns, convert, write_fragment
+from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.vectors import vector_of
@@ -93,8 +94,12 @@ def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
     """Write a thread's part of a row in pairs, from `column` on.
     `values` may have more columns than the row."""
     pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
-    for i in cutlass.range_constexpr(row.shape[0] // 8):
-        cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
+    count = cute.size(pairs, mode=[1])
+    for i in cutlass.range_constexpr(min(row.shape[0] // 8, count)):
+        if cutlass.const_expr(8 * count >= padded(row.shape[0])):  # noqa: SIM114, joined both would be traced
+            cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
+        elif column + 8 * i < row.shape[0]:
+            cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
 
 
 @dataclass(frozen=True)

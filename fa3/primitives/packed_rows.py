@@ -201,7 +201,7 @@ def fetch_rows(
     columns = cute.size(smem, mode=[1])
     zeros = cute.make_rmem_tensor(VECTOR, dtype)
     zeros.fill(0.0)
-    for i in cutlass.range(ROWS * columns // VECTOR // WARPGROUP, unroll=4):
+    for i in cutlass.range(cute.size(smem) // VECTOR // WARPGROUP, unroll=4):
         row, vector = row_and_vector(thread + i * WARPGROUP, columns)
         packed = tile.m_block * ROWS + row
         target = as_elements(vector_of(smem[row, None], vector), dtype)

@@ -21,13 +21,15 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
+from fa3.kernels.decode import Decode
 from fa3.kernels.kernel_base import KernelBase
 from fa3.planning.costs import H100, H200, Gpu
-from fa3.planning.decode import MOST_MERGED_ROWS, DecodePlan, Sizes
+from fa3.planning.decode import MOST_MERGED_ROWS, SHARED_ROWS, DecodePlan, Sizes, config_of
 from fa3.planning.explanation import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import CACHE, FORWARD, PACKED, SPLIT, Signature, launches_of_route
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.wgmma import ROWS
 from fa3.problem import FP8, NO_BOUND, AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
 from fa3.running.compiler import is_on_disk
@@ -219,6 +221,20 @@ def kernels_of(
     model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
 ) -> Iterator[KernelBase]:
     """Yield all kernels that these calls can need, some repeatedly."""
+    for kernel in kernels_of_queries(model, calls, page_sizes, rotary):
+        yield kernel
+        if isinstance(kernel, Decode) and kernel.cache.is_fp8:
+            # Calls with more queries have tiles of more rows.
+            kind = kernel.spec, kernel.cache, kernel.cut_type
+            yield from (
+                replace(kernel, config=config_of(*kind, rows)) for rows in (SHARED_ROWS, ROWS)
+            )
+
+
+def kernels_of_queries(
+    model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
+) -> Iterator[KernelBase]:
+    """The same for some numbers of queries."""
     if "dense" in calls:
         yield from dense_kernels(model)
     for window in model.windows:

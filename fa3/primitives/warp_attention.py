@@ -1,0 +1,270 @@
+"""Few rows attend to an FP8 cache, converted in registers.
+
+A tile has up to 16 rows. Each of the four consumer warps has 16 keys of every block. It has its own
+row max, row sums and O, so it waits for no other warp until the end of a segment. There the warps
+merge them in shared memory.
+
+Products are MMAs of 16 rows, 8 columns and 16 terms (`mma.sync`). ldmatrix gives a lane four bytes
+of an 8x8 matrix of 16 bits. They become operands without a shuffle:
+
+    K   columns 4t to 4t + 3 of a key, for lane t of its four. They are terms 2t, 2t + 1, 2t + 8 and
+        2t + 9 of a product. Q is read in the same order.
+    V   columns 2j and 2j + 1 of keys 2t and 2t + 1. Even columns are one operand, odd ones another.
+        So a lane has columns 4t to 4t + 3 of each 16 columns of O.
+"""
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+
+from fa3.primitives.attention import Attention
+from fa3.primitives.cache_blocks import box_bytes
+from fa3.primitives.fp8_blocks import CHUNK, CONVERTED, largest_finite, powers_of_two, swizzle_of
+from fa3.primitives.fragments import (
+    as_rows_and_columns,
+    convert_words,
+    float_bits,
+    widen_words,
+    words_of,
+)
+from fa3.primitives.packed_rows import PackedCoords
+from fa3.primitives.softmax import finite
+from fa3.primitives.vectors import QUAD, as_elements, vector_of
+from fa3.primitives.wgmma import WARPS
+
+MMA_ROWS = 16  # rows of an MMA, its terms, and keys of a block that a warp has
+MMA_COLUMNS = 8
+
+AFTER_ROW = 16
+"""Numbers after a row's columns where warps merge: row sums of four lanes, the row max, and room
+so that rows lie in other banks."""
+
+MAX_AFTER_ROW = QUAD  # where the row max is among them
+
+TO_HALVES = (
+    "{.reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; "
+    "cvt.rn.f16x2.e4m3x2 {$w1}, h;}"
+)
+"""PTX that converts bytes 0 and 1 of a word, then bytes 2 and 3."""
+
+TO_COLUMNS = (
+    "{.reg .b16 l, h; .reg .b32 p; prmt.b32 p, {$r0}, 0, 0x3120; mov.b32 {l, h}, p; "
+    "cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h;}"
+)
+"""The same for bytes 0 and 2, then bytes 1 and 3."""
+
+LOAD = (
+    "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 "
+    "{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];"
+)
+
+MULTIPLY = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, "
+    "{ {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };"
+)
+
+
+def two_of(code: str, word: Uint32) -> tuple:
+    """Convert a word of e4m3 to two words of fp16."""
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32, Uint32], read_only_args=[word])
+
+
+def multiply(a: list, b: tuple, acc: list) -> tuple:
+    """a b^T + acc: four words, two words and four floats."""
+    return cute.arch.inline_ptx(
+        MULTIPLY, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc]
+    )
+
+
+def load_word(vector: cute.Tensor, index) -> Uint32:
+    """A word of a vector in shared memory."""
+    elements = 32 // vector.element_type.width
+    word = cute.make_rmem_tensor(elements, vector.element_type)
+    cute.autovec_copy(vector_of(vector, index, elements), word)
+    return cute.recast_tensor(word, Uint32)[0]
+
+
+def accumulator(columns: int, dtype) -> cute.Tensor:
+    """A thread's part of 16 rows."""
+    return cute.make_rmem_tensor(((2, 2, columns // MMA_COLUMNS), 1, 1), dtype)
+
+
+def registers_of(acc: cute.Tensor) -> cute.Tensor:
+    """The registers of an accumulator, four for each eight columns."""
+    return cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+
+
+@dataclass(frozen=True)
+class KeySlice:
+    """A warp's keys of blocks of K or V in shared memory."""
+
+    blocks: cute.Tensor  # (tile_n, columns, stages) of e4m3, swizzled
+    address: Int32  # of this lane's row of the first matrices, in stage 0
+
+    @classmethod
+    def of(cls, blocks: cute.Tensor, warp) -> "KeySlice":
+        width, lane = box_bytes(cute.size(blocks, mode=[1]), 1), cute.arch.lane_idx()
+        key = warp * MMA_ROWS + lane % MMA_ROWS
+        chunk = lane // MMA_ROWS ^ swizzle_of(key, width)
+        return cls(blocks, blocks.iterator.toint() + key * width + chunk * CHUNK)
+
+    def load(self, stage, is_transposed: bool) -> list:
+        """This lane's words of each 16 columns, of twice 8 keys."""
+        tile_n, columns, _ = (cute.size(self.blocks, mode=[i]) for i in range(3))
+        width, words = box_bytes(columns, 1), []
+        code, start = (
+            LOAD.format(".trans" * is_transposed),
+            self.address + stage * (tile_n * columns),
+        )
+        for column in range(0, columns, 2 * CHUNK):
+            box, inner = divmod(column, width)
+            address = (start ^ inner) + box * tile_n * width
+            first, second, third, fourth = cute.arch.inline_ptx(
+                code, write_only_types=[Uint32] * 4, read_only_args=[address]
+            )
+            words += [(first, second), (third, fourth)]
+        return words
+
+
+@dataclass(frozen=True)
+class WarpFragments:
+    """One thread's Q and P in fp16, O, and its keys."""
+
+    q: cute.Tensor  # (4, columns / 16) words
+    k: KeySlice
+    v: KeySlice
+    acc_O: cute.Tensor
+    p: cute.Tensor
+
+    @classmethod
+    def of(cls, sK: cute.Tensor, sV: cute.Tensor, warp) -> "WarpFragments":
+        columns, columns_v = (cute.size(blocks, mode=[1]) for blocks in (sK, sV))
+        return cls(
+            cute.make_rmem_tensor((4, columns // MMA_ROWS), Uint32),
+            KeySlice.of(sK, warp),
+            KeySlice.of(sV, warp),
+            accumulator(columns_v, Float32),
+            accumulator(MMA_ROWS, CONVERTED),
+        )
+
+    @cute.jit
+    def read_q(self, sQ: cute.Tensor, dtype: cutlass.Constexpr) -> Float32:
+        """Read this thread's Q from shared memory, (rows, columns); convert it to fp16.
+        Returns the scores' factor. Elements are of `dtype`, as `fetch_rows` leaves them."""
+        lane, steps = cute.arch.lane_idx(), cute.size(self.q, mode=[1])
+        for i in cutlass.range_constexpr(steps):
+            for r in cutlass.range_constexpr(2):
+                # As `fetch_rows` writes it: a tensor of another type has no swizzle.
+                vector = vector_of(sQ[lane // 4 + r * 8, None], i * 2 + lane % 4 // 2)
+                vector = as_elements(vector, dtype)
+                if cutlass.const_expr(dtype.width == 8):
+                    word = load_word(vector, lane % 2)
+                    self.q[r, i], self.q[2 + r, i] = two_of(TO_HALVES, word)
+                else:
+                    # Registers of a longer load are no operands; they would be copied each time.
+                    for half in cutlass.range_constexpr(2):
+                        self.q[2 * half + r, i] = load_word(vector, lane % 2 * 2 + half)
+        most, unscale = Float32(0.0), Float32(1.0)
+        if cutlass.const_expr(dtype is BFloat16):
+            # The rows are multiplied by a power of two, as they may be too large or too small.
+            wide = cute.make_rmem_tensor(2 * 4, Float32)
+            for i in cutlass.range_constexpr(steps):
+                widen_words(cute.recast_tensor(self.q[None, i], BFloat16), wide)
+                most = largest_finite(most, wide)
+            scale, unscale = powers_of_two(cute.arch.warp_redux_sync(float_bits(most), "max"))
+            for i in cutlass.range_constexpr(steps):
+                widen_words(cute.recast_tensor(self.q[None, i], BFloat16), wide)
+                wide.store(wide.load() * scale)
+                convert_words(wide, cute.recast_tensor(self.q[None, i], CONVERTED))
+        return unscale
+
+
+def coords_of_warp(warp, tile, tile_n: int, qhead_per_kvhead: int) -> PackedCoords:
+    """The coordinates of a thread's scores."""
+    lane = cute.arch.lane_idx()
+    begins, steps = (lane // 4, warp * MMA_ROWS + lane % 4 * 2), ((0, 8), (0, 1, 8, 9))
+    return PackedCoords(*begins, *steps, tile_n, tile.batch, tile.head, qhead_per_kvhead)
+
+
+@dataclass(frozen=True)
+class WarpAttention(Attention):
+    """The attention of a tile's rows to one warp's keys."""
+
+    def wait_for_products(self, pending: int):
+        """Do nothing: these products are no WGMMAs."""
+
+    @cute.jit
+    def issue_qk(self, k_state) -> cute.Tensor:
+        """S = Q K^T.
+        There are two sums for each key, which do not wait for each other."""
+        words = self.regs.k.load(k_state.index, is_transposed=False)
+        sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
+        for i in cutlass.range_constexpr(len(words)):
+            q = [self.regs.q[n, i] for n in range(4)]
+            for half in cutlass.range_constexpr(2):
+                operand = two_of(TO_HALVES, words[i][half])
+                sums[i % 2][half] = multiply(q, operand, sums[i % 2][half])
+        acc_S = accumulator(MMA_ROWS, Float32)
+        scores = registers_of(acc_S)
+        for i in cutlass.range_constexpr(8):
+            scores[i] = sums[0][i // 4][i % 4] + sums[1][i // 4][i % 4]
+        return acc_S
+
+    @cute.jit
+    def issue_pv(self, v_state, part: cutlass.Constexpr):
+        """O += P V."""
+        words, p = self.regs.v.load(v_state.index, is_transposed=True), words_of(self.regs.p)
+        acc, p = registers_of(self.regs.acc_O), [p[n] for n in range(4)]
+        for i in cutlass.range_constexpr(len(words)):
+            low, high = (two_of(TO_COLUMNS, word) for word in words[i])
+            for odd in cutlass.range_constexpr(2):
+                begin = 4 * (2 * i + odd)
+                before = [acc[begin + n] for n in range(4)]
+                products = multiply(p, (low[odd], high[odd]), before)
+                for n in cutlass.range_constexpr(4):
+                    acc[begin + n] = products[n]
+
+    @cute.jit
+    def merged(self, buffer: cute.Tensor, warp, meet: cutlass.Constexpr) -> "WarpAttention":
+        """The attention to all warps' keys.
+        A warp has a share of O's columns. `buffer` is (4, 16, columns + `AFTER_ROW`) float32 in
+        shared memory. No warp may still read it from before; warps `meet` when it is written."""
+        lane, columns = cute.arch.lane_idx(), cute.size(buffer, mode=[2]) - AFTER_ROW
+        softmax, acc = self.softmax, registers_of(self.regs.acc_O)
+        for r in cutlass.range_constexpr(2):
+            row = buffer[warp, lane // 4 + 8 * r, None]
+            for i in cutlass.range_constexpr(columns // CHUNK):
+                values = cute.make_rmem_tensor(QUAD, Float32)
+                for n in cutlass.range_constexpr(QUAD):
+                    values[n] = acc[4 * (2 * i + n % 2) + 2 * r + n // 2]
+                cute.autovec_copy(values, vector_of(row, i * 4 + lane % 4, QUAD))
+            row[columns + lane % 4] = softmax.row_sum[r]
+            row[columns + MAX_AFTER_ROW] = softmax.row_max[r]
+        meet()
+        width = columns // WARPS
+        column = warp * width + lane % 4 * 2
+        acc_O = accumulator(width, Float32)
+        acc_O.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            rows = [buffer[i, lane // 4 + 8 * r, None] for i in range(WARPS)]
+            maxima = [row[columns + MAX_AFTER_ROW] for row in rows]
+            largest = maxima[0]
+            for i in cutlass.range_constexpr(1, WARPS):
+                largest = cute.arch.fmax(largest, maxima[i])
+            total = Float32(0.0)
+            row_O = cute.flatten(as_rows_and_columns(acc_O)[r, None])
+            pairs = cute.logical_divide(row_O, cute.make_layout(2))
+            for i in cutlass.range_constexpr(WARPS):
+                # At most 1, and 1 instead of NaN if the scale is 0.
+                factor = (maxima[i] - finite(largest)) * softmax.scale_log2
+                factor = cute.arch.fmin(cute.math.exp2(factor, fastmath=True), Float32(1.0))
+                total += rows[i][columns + lane % 4] * factor
+                for n in cutlass.range_constexpr(width // MMA_COLUMNS):
+                    part = cute.make_rmem_tensor(2, Float32)
+                    cute.autovec_copy(vector_of(rows[i], (column + n * MMA_COLUMNS) // 2, 2), part)
+                    pairs[None, n].store(pairs[None, n].load() + part.load() * factor)
+            softmax.row_max[r], softmax.row_sum[r] = largest, total
+        rules = replace(self.rules, coords=replace(self.rules.coords, column=column))
+        return replace(self, regs=replace(self.regs, acc_O=acc_O), rules=rules)
