@@ -88,8 +88,7 @@ def rms(tensor: torch.Tensor) -> float:
 
 def check(q, k, v, window=Window(), tolerance=SMALL, **arguments) -> None:
     """Assert that FP8 calls into NaN memory err about as rounding P to e4m3 does."""
-    call, exact = call_of(q, k, v)
-    scale = q.shape[3] ** -0.5
+    (call, exact), scale = call_of(q, k, v), q.shape[3] ** -0.5
     right, right_lse = dense(*exact, scale, window, **arguments)
     floor = TYPICAL * rms(right)
     tolerance = max(tolerance, SMALL_OF_LINEAR * is_linear())
@@ -222,7 +221,7 @@ def test_hard_values(changes, where):
         check(q, k, v, Window(-1, 0), tolerance=1e-2)
 
 
-@pytest.mark.parametrize(("above", "error"), [(9, 0.06), (10, 0.04), (11, 0.18)])
+@pytest.mark.parametrize(("above", "error"), [(9, 0.04), (10, 0.04), (11, 0.18)])
 def test_one_score_far_above_others(above, error, changes, where):
     """It comes first, and its value is 0: the others' values are the output."""
     q, k, v = (drawn(1, n, 2, 64, seed=i, where=where) for i, n in enumerate((64, 4096, 4096)))
@@ -232,6 +231,7 @@ def test_one_score_far_above_others(above, error, changes, where):
     call, exact = call_of(q, k, v)
     right, right_lse = dense(*exact, 64**-0.5, Window())
     out, lse = fa3.flash_attn_func(**call, return_lse=True, schedule="single")
+    error += 0.04 * (changes == "one_level")  # Sums of values of one sign are too small.
     assert rms(out - right) <= error * rms(right) * (1.0 if is_linear() else 0.25)
     assert (lse - right_lse).abs().max() <= (SMALL_OF_LINEAR if is_linear() else 5e-3)
 
