@@ -123,7 +123,9 @@ def explain_packed(
     kernels_for = replace(problem, spec=replace(problem.spec, mask=Band.of(window)), window=window)
     signature = Signature.of(PACKED, kernels_for, gpu)
     if cache:
-        signature = replace(signature, call=CACHE, cache=cache, capacity=problem.seqlen_k)
+        signature = replace(
+            signature, call=CACHE, cache=cache, capacity=problem.seqlen_k, has_equal_queries=True
+        )
     route = choose_route(signature, PackedSizes.of(problem))
     if cache and route.name == DECODE:
         return ""
