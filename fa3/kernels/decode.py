@@ -11,7 +11,7 @@ merges them into O; it waits only for CTAs that have nearly done. With more,
 
 Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue. On an
-                              FP8 cache, with few rows, each warp has its own keys of every block
+                              FP8 cache, up to 16 rows, each warp has its own keys of every block
     warp 4 or 4-7  producer   one warp that issues TMA loads, or four that gather rows
     warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
     warps 6-7      converters of an FP8 cache's blocks to fp16, with more rows; warps 8-11 if rows
@@ -31,6 +31,7 @@ Timeline of a launch (programmatic dependent launch)
     starts in the same way while the previous kernel still runs, if that kernel allows it; the
     prefetcher works during this time. Where calls have no other kernel two CTAs fit on an SM, so
     that CTAs of the next call are there when this one ends. Else two of them would land on one SM.
+    On an FP8 cache, up to 16 rows, each CTA has an SM of its own.
 
 Timeline of the consumer in a segment: as in `kernels.forward`, with one warpgroup
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |

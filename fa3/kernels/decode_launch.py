@@ -23,12 +23,12 @@ class DecodeConfig:
     kv_stages: int  # blocks of K, and of V, in shared memory, as they are loaded
     # Q tiles in shared memory. With two, or with Q in registers, the next Q is loaded early.
     q_stages: int
-    # CTAs for which an SM has room; with two, CTAs of the next call come early. From an FP8 cache
+    # CTAs for which an SM has room; with two, CTAs of the next call come early. With an FP8 cache
     # both are of one call.
     ctas_of_sm: int = 1
     # Blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
     converted_stages: int = 0
-    # Whether warps share the keys of an FP8 cache's blocks. A tile has up to 16 rows then.
+    # Whether each warp has some keys of an FP8 cache's blocks. A tile has up to 16 rows then.
     shares_keys: bool = False
 
     def smem_bytes(self, spec: AttentionSpec) -> int:

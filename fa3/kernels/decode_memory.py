@@ -61,7 +61,7 @@ class DecodeOperands(NamedTuple):
 
 
 class DecodeBuffers(NamedTuple):
-    """Shared memory: Q (64, columns, stages), K and V (TILE_N, ...)."""
+    """Shared memory: Q (rows, columns, stages), K and V (TILE_N, ...)."""
 
     q: cute.Tensor
     k: BlockRing
@@ -156,14 +156,14 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of consumer threads and others, with an FP8 cache."""
+        """Registers of consumer threads and others, where warps convert blocks."""
         return (184, 72) if self.config.ctas_of_sm == 2 else (240, 104)
 
     @property
     def holds_q(self) -> bool:
         """Whether a tile's Q stays in registers, for an FP8 cache.
-        Then Q K^T does not read it from shared memory, which limits the speed there. At larger head
-        sizes there are too few registers."""
+        Then Q K^T does not read it from shared memory, which limits the speed where warps convert
+        blocks there. At larger head sizes these have too few registers."""
         few_columns = max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
         return self.config.shares_keys or (self.cache.is_fp8 and few_columns)
 

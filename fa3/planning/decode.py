@@ -71,12 +71,12 @@ FP8_BYTES_IN_FLIGHT = {1: 64 << 10, 2: 32 << 10}
 95.4 us with 64 KB, 100.2 us with 96 KB."""
 
 SHARED_ROWS = 16
-"""Rows of a tile up to which warps share the keys of an FP8 cache, unless rows are gathered. On an
-H200, 16 x 8k with 32/8 heads takes 67 us, and 82 with converting warps. With 32 rows it would take
-79 instead of 86, with 64 rows 143 instead of 94, and with gathered rows 126 instead of 104."""
+"""Rows of a tile up to which each warp has its own keys of an FP8 cache, unless keys are gathered.
+On an H200, 16 x 8k with 32/8 heads takes 68 us, with converter warps 81. With 32 rows it would take
+79 instead of 86, with 64 rows 143 instead of 94, and with gathered keys 126 instead of 104."""
 
 SHARED_BYTES_IN_FLIGHT = 80 << 10
-"""Bytes that a CTA has in flight there; it has an SM of its own. For 48, 64, 80 and 96 KB, 64 x 8k
+"""Bytes that a CTA has in flight there. It has an SM of its own. With 48, 64, 80 and 96 KB, 64 x 8k
 with 32/8 heads takes 257.6, 251.6, 250.5 and 251.5 us, 128 x 2k with 8/1 heads 22.7, 22.2, 21.8 and
 22.5. Two CTAs on an SM with 64 KB each take 255.7 and 25.7."""
 
@@ -492,7 +492,7 @@ def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
 
 def ctas_of_call(spec: AttentionSpec, cache: CacheLayout, sizes: Sizes, num_sms: int) -> int:
     """How many CTAs a call has that may use so many SMs."""
-    # Of 16 bits the second CTA of an SM is of the next call.
+    # With 16 bits the second CTA of an SM is of the next call.
     return num_sms * config_of(spec, cache, StreamK, sizes.rows).ctas_of_sm
 
 

@@ -17,21 +17,21 @@ MARGIN = 24.0
 sums more room to grow than to shrink."""
 
 FP8_OFFSET, LINEAR_OFFSET = 6.0, 5.75
-"""Powers of two by which the row max lies below the scores that it was taken from, if terms are
-rounded to e4m3: small terms shall not vanish. The linear code of 2**5.75 is 4.1% too large, about
-as much as the mean of codes is: so a key at the row max weighs as much as it should."""
+"""Powers of two by which the row max lies below the largest score, if terms are e4m3: small terms
+shall not vanish. The linear code of 2**5.75 stands for 4.1% too much, about as much as codes do in
+the mean. So the largest key of a row weighs as much as it should."""
 
 FP8_SLACK = 8.75  # `SLACK` in FP8: the largest number in e4m3 is 2**8.8
 
 OUTLIER, OUTLIER_OFFSET = 6.0, 2.0
-"""`OUTLIER_OFFSET` more powers of two where the largest score lies `OUTLIER` above the largest of
-another thread of the row: other keys shall not vanish next to one."""
+"""The row max lies `OUTLIER_OFFSET` lower where the largest score is `OUTLIER` powers of two above
+the largest of another thread of the row: other keys shall not vanish next to one."""
 
 CODE, CODE_OF_ONE = 8.0 * 2.0**-24, 72.0 * 2.0**-24
 """A power of two in codes of e4m3, which has 8 codes for it, and the code of 1 plus 16; as fp16
 subnormals, whose bits are the codes."""
 
-EXCESS = math.log2(1.5 * math.log(2.0))  # what linear codes are too large by, in the mean
+EXCESS = math.log2(1.5 * math.log(2.0))  # powers of two that linear codes add in the mean
 
 LOG2_E = math.log2(math.e)  # powers of two in a natural logit
 
@@ -66,10 +66,10 @@ class RowMax(Enum):
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
         It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
         tell whether the guess failed (`failed`). It needs a P with the range of fp32.
-    LOW: as ONLINE, less `FP8_OFFSET` powers of two. Terms reach 2**FP8_SLACK, which is little less
-        than the largest number in e4m3.
-    LINEAR: as LOW, less `LINEAR_OFFSET` powers of two, without exponentials: P is in codes of e4m3
-        that are linear in the score, and WGMMAs sum up its rows.
+    LOW: as ONLINE, less `FP8_OFFSET` powers of two, or `OUTLIER_OFFSET` more. Terms reach
+        2**FP8_SLACK, which is little less than the largest number in e4m3.
+    LINEAR: as LOW, but with `LINEAR_OFFSET`, and without exponentials: P is in codes of e4m3 that
+        are linear in the score, and WGMMAs sum up its rows.
     ZERO: 0, for bounded scores. It cannot fail if the bound is at most `SLACK` powers of two;
         above, the row sum and O tell, as for FIXED.
     """
@@ -361,8 +361,8 @@ class LinearSoftmax(LowSoftmax):
     def exponentiate(
         self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
     ):
-        """Replace scores by codes of e4m3 plus 16, not rounded yet.
-        They are fp16 subnormals."""
+        """Replace scores by their codes of e4m3 plus 16, not rounded yet.
+        As floats these are so small that they become subnormals of fp16."""
         scale = self.scale_log2 * CODE
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row, row_max = scores[r, None], finite(self.row_max[r])

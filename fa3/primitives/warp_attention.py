@@ -5,10 +5,11 @@ row max, row sums and O, so it waits for no other warp until the end of a segmen
 merge them in shared memory.
 
 Products are MMAs of 16 rows, 8 columns and 16 terms (`mma.sync`). ldmatrix gives a lane four bytes
-of an 8x8 matrix of 16 bits. They become operands without a shuffle:
+of an 8x8 matrix of 16 bits. They become operands without a shuffle. With t = lane % 4 and
+j = lane // 4, these are the bytes of
 
-    K   columns 4t to 4t + 3 of a key, for lane t of its four. They are terms 2t, 2t + 1, 2t + 8 and
-        2t + 9 of a product. Q is read in the same order.
+    K   columns 4t to 4t + 3 of key j. They are terms 2t, 2t + 1, 2t + 8 and 2t + 9 of a product. Q
+        is read in the same order.
     V   columns 2j and 2j + 1 of keys 2t and 2t + 1. Even columns are one operand, odd ones another.
         So a lane has columns 4t to 4t + 3 of each 16 columns of O.
 """
@@ -34,14 +35,14 @@ from fa3.primitives.softmax import finite
 from fa3.primitives.vectors import QUAD, as_elements, vector_of
 from fa3.primitives.wgmma import WARPS
 
-MMA_ROWS = 16  # rows of an MMA, its terms, and keys of a block that a warp has
+MMA_ROWS = 16  # rows of an MMA, its terms, and a warp's keys of a block
 MMA_COLUMNS = 8
 
 AFTER_ROW = 16
-"""Numbers after a row's columns where warps merge: row sums of four lanes, the row max, and room
-so that rows lie in other banks."""
+"""Numbers after a row's columns in the buffer in which warps merge: row sums of four lanes, the row
+max, and room, so that rows begin in different banks."""
 
-MAX_AFTER_ROW = QUAD  # where the row max is among them
+MAX_AFTER_ROW = QUAD  # the place of the row max among them
 
 TO_HALVES = (
     "{.reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; "
@@ -163,7 +164,7 @@ class WarpFragments:
                     word = load_word(vector, lane % 2)
                     self.q[r, i], self.q[2 + r, i] = two_of(TO_HALVES, word)
                 else:
-                    # Registers of a longer load are no operands; they would be copied each time.
+                    # An MMA would copy registers of a longer load each time.
                     for half in cutlass.range_constexpr(2):
                         self.q[2 * half + r, i] = load_word(vector, lane % 2 * 2 + half)
         most, unscale = Float32(0.0), Float32(1.0)
@@ -193,12 +194,12 @@ class WarpAttention(Attention):
     """The attention of a tile's rows to one warp's keys."""
 
     def wait_for_products(self, pending: int):
-        """Do nothing: these products are no WGMMAs."""
+        """Do nothing: `mma.sync` is synchronous."""
 
     @cute.jit
     def issue_qk(self, k_state) -> cute.Tensor:
         """S = Q K^T.
-        There are two sums for each key, which do not wait for each other."""
+        Each score is two sums, whose MMAs do not wait for each other."""
         words = self.regs.k.load(k_state.index, is_transposed=False)
         sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
         for i in cutlass.range_constexpr(len(words)):

@@ -9,7 +9,7 @@ launch until it has issued its last one:
 
 Then the next call on the same stream may have them, since its launches run later. A call of another
 thread in between gets other counters, and an interrupted call's counters are not used again.
-To allocate memory of parts, segments and tables anew takes the host 1 us each: a loan has that too.
+A loan also has memory of parts, segments and tables: to allocate each anew takes the host 1 us.
 
 In a captured graph, launches of one stream run one after another, but the graph may overlap
 anything else: each capture has its own counters. What captured launches read is held by
@@ -202,16 +202,16 @@ class Table:
         return self.numbers
 
 
-# --------------------------------------------------------------------------------- counters
+# ------------------------------------------------------------------------ memory of streams
 
 RESERVE = 1 << 18
 """Counters that a device sets aside for captures at a time. A graph that needs more allocates and
 zeroes its own."""
 
-FEWEST = 1 << 12  # fewest counters to allocate, so that later, larger calls seldom need new ones
+FEWEST = 1 << 12  # fewest numbers to allocate, so that later, larger calls seldom need new ones
 ALIGNED = 4  # counters in 16 bytes, as kernels want them to be aligned
-MOST_STREAMS = 256  # most streams whose counters are kept
-MOST_FOUND = 64  # most launches that a loan remembers: sizes of packed calls are endless
+MOST_STREAMS = 256  # most streams whose memory is kept
+MOST_FOUND = 64  # most prepared calls that a loan knows: sizes of packed calls are endless
 
 
 @dataclass(slots=True)
@@ -250,7 +250,7 @@ class Reserve:
 class Loan:
     """Memory that one call at a time has for its launches."""
 
-    # Tensors, by what launches call them: counters, and others, which hold any numbers.
+    # Tensors by their names in launches: counters, and others, which hold any numbers.
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
     others: dict[str, torch.Tensor] = field(default_factory=dict)
     # What the launches of each `Prepared` find here, by name: also its table and its numbers.
@@ -285,7 +285,7 @@ class StreamMemory:
         for present, needed in (loan.counters, memory.counters), (loan.others, memory.kept):
             for name, count, *dtype in needed:
                 if name not in present or len(present[name]) < count:
-                    # What others found would keep the memory that is replaced.
+                    # Values of other calls would keep the memory that is replaced.
                     loan.values.clear()
                     present[name] = self.new(count, *dtype)
                 values[name] = present[name][:count] if dtype else present[name]
@@ -311,7 +311,7 @@ class StreamMemory:
     def take_back(self, loan: Loan) -> None:
         """Take back the memory of a call whose launches are issued."""
         if self.capture is not None:
-            # Torch has a graph use its own memory again.
+            # Other memory is the graph's, and torch uses it again by itself.
             counters = loan.counters.items()
             loan = Loan({name: one for name, one in counters if self.capture.keeps(one)})
         self.free.append(loan)
