@@ -100,7 +100,7 @@ class Prepared:
                 values["workspace"][: memory.cleared].zero_()
         for launch in self.launchers:
             launch(values)
-        # A loan does not go back if anything was raised: its counters may not be zero then.
+        # Counters do not go back if anything was raised: then they may not be zero.
         if loan is not None:
             stream_memory.take_back(loan)
         return None
