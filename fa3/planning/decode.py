@@ -61,14 +61,14 @@ BYTES_OF_TWO = 64 << 10
 
 FP8_TILINGS = (2, 2, 2), (2, 1, 2), (2, 2, 1), (2, 1, 1), (1, 2, 2), (1, 2, 1)
 """CTAs on an SM, Q tiles, and converted blocks of K and of V, by preference: the first with enough
-room for blocks in flight. Both CTAs are of one call, since one MMA warpgroup cannot keep up with
-the memory at half the bytes of a key. The second row is for a Q that stays in registers: at head
-size 128 it takes 1 to 4% less time than the third on an H200."""
+room for blocks in flight, where converter warps write blocks. Both CTAs are of one call, since one
+MMA warpgroup cannot keep up with the memory at half the bytes of a key. The second row is for a Q
+that stays in registers: at head size 128 it takes 1 to 4% less time than the third on an H200."""
 
 FP8_BYTES_IN_FLIGHT = {1: 64 << 10, 2: 32 << 10}
 """CTAs on an SM -> bytes of an FP8 cache that each has in flight. More take longer. On an H100,
 16 x 8k with 32/8 heads of 128 took 96.0 us with 32 KB, 101.1 us with 48 KB; with 16/4 heads of 256,
-95.4 us with 64 KB, 100.2 us with 96 KB."""
+95.4 us with 64 KB, 100.2 us with 96 KB. These tiles of 4 rows have no converter warps any more."""
 
 SHARED_ROWS = 16
 """Rows of a tile up to which each warp has its own keys of an FP8 cache, unless keys are gathered.
@@ -465,7 +465,7 @@ def config_of(
 
 
 def shared_config(spec: AttentionSpec) -> DecodeConfig:
-    """The same where warps share an FP8 cache's keys."""
+    """The same where each warp has FP8 keys of its own."""
     block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     stages = max(3, -(-SHARED_BYTES_IN_FLIGHT // block))
     config = DecodeConfig(stages, q_stages=1, shares_keys=True)
@@ -476,7 +476,7 @@ def shared_config(spec: AttentionSpec) -> DecodeConfig:
 
 
 def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
-    """Blocks of 64 FP8 keys, and stages for the bytes in flight."""
+    """The same with converter warps: stages for the bytes in flight."""
     block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     for ctas, q_stages, converted in FP8_TILINGS:
         empty = DecodeConfig(0, q_stages, ctas, converted)

@@ -318,8 +318,8 @@ class Attention:
 
     @property
     def has_exact_terms(self) -> bool:
-        """Whether P is a power of two where one key is visible.
-        It is if the row max was taken from that key's score."""
+        """Whether rounding leaves the P of an only key as it is.
+        It is a power of two if the row max was taken from that key's score, or a linear code."""
         rules, kind = self.rules, self.softmax.kind
         if self.softmax.online_max:
             return True
