@@ -4,10 +4,10 @@ FP8 WGMMAs differ from 16-bit ones in three ways:
 
 - Both operands must be contiguous along the dimension that is summed over, so P V wants V^T. Where
   the caller does not have it, a `ValueTransposer` transposes blocks of V in shared memory.
-- A thread holds other keys of P as an operand than it gets of S as sums. In V^T, 16 keys each
-  are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S
-  are the operand P as they are.
-- Their sums have few bits. So P V of some blocks goes to registers of its own, which are then added
+- A thread gets S for other keys than it must have as the operand P. In V^T, 16 keys each are in
+  the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S are the
+  operand P as they are.
+- FP8 sums have few bits. So P V of some blocks goes to registers of its own, which are then added
   to O in fp32. With sums in one level, an option, the WGMMAs add P V to O.
 
 Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transposes in the kernel;

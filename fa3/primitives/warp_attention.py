@@ -1,4 +1,4 @@
-"""Few rows attend to an FP8 cache, converted in registers.
+"""Decode few rows from an FP8 cache; each warp converts its keys.
 
 A tile has up to 16 rows. Each of the four consumer warps has 16 keys of every block. It has its own
 row max, row sums and O, so it waits for no other warp until the end of a segment. There the warps
