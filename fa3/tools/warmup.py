@@ -226,9 +226,8 @@ def kernels_of(
         if isinstance(kernel, Decode) and kernel.cache.is_fp8:
             # Calls with more queries have tiles of more rows.
             kind = kernel.spec, kernel.cache, kernel.cut_type
-            yield from (
-                replace(kernel, config=config_of(*kind, rows)) for rows in (SHARED_ROWS, ROWS)
-            )
+            for rows in (SHARED_ROWS, ROWS):
+                yield replace(kernel, config=config_of(*kind, rows))
 
 
 def kernels_of_queries(
@@ -336,9 +335,10 @@ def kernels_on_cache(
         tight = Sizes(1, 1, *heads, capacity).bounds(window)
         problem = Problem(spec_of(model, tight, True), 1, 1, capacity, *heads, tight)
         # After a kernel that appends, tiles are cut otherwise. With many parts others merge.
-        many = DecodePlan.of(problem, H200, cache, num_splits, appends=True, **kinds)
-        few = DecodePlan.of(replace(problem, seqlen_k=1), H200, cache, num_splits, **kinds)
-        for plan in (many, replace(many, cut=few.cut)):
+        row = replace(problem, qhead_per_kvhead=1)  # tiles of many rows may be cut as this one's
+        many = DecodePlan.of(row, H200, cache, num_splits, appends=True, **kinds)
+        few = DecodePlan.of(replace(row, seqlen_k=1), H200, cache, num_splits, **kinds)
+        for plan in (replace(many, problem=problem, cut=one.cut) for one in (many, few)):
             yield from filter(None, (plan.kernel(), plan.combine()))
 
 
