@@ -165,13 +165,13 @@ def test_means_of_many_equal_values(head_dim):
     assert (fa3.flash_attn_func(q, k, v) / v.double().mean(1, True) - 1).mean().abs() <= 1e-2
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 300), st.integers(0, 400), st.sampled_from(HEADS), st.data())
-def test_random_calls(where_of_random, seqlen_q, seqlen_k, heads, data):
+def test_random_calls(where, seqlen_q, seqlen_k, heads, data):
     head_dim, head_dim_v = heads
-    group, heads_kv = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    group, heads_kv, batch = (data.draw(st.integers(1, most)) for most in (4, 3, 3))
     window = Window(data.draw(st.integers(-1, 200)), data.draw(st.integers(-1, 100)))
-    where, batch = where_of_random, data.draw(st.integers(1, 3))
     q = drawn(batch, seqlen_q, heads_kv * group, head_dim, seed=1, where=where)
     k = drawn(batch, seqlen_k, heads_kv, head_dim, seed=2, where=where)
     v = drawn(batch, seqlen_k, heads_kv, head_dim_v, seed=3, where=where)
@@ -181,11 +181,6 @@ def test_random_calls(where_of_random, seqlen_q, seqlen_k, heads, data):
         assert not out.float().any() and (lse == -torch.inf).all()
     else:
         check(q, k, v, window)
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where_of_random(request) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks", "score"])
@@ -214,11 +209,16 @@ def test_hard_values(changes, where):
             k = k * torch.linspace(*ends, 512, device=where)[:, None, None]
         elif kind == "negative":
             q, k = -q.abs(), k.abs()
-        elif kind == "equal":
-            q = q * 0
         else:
-            q = q * (8.0 if kind == "large" else 1e-3)
+            q = q * {"large": 8.0, "small": 1e-3, "equal": 0.0}[kind]
         check(q, k, v, Window(-1, 0), tolerance=1e-2)
+
+
+def test_a_nan_is_no_hidden_score(changes):
+    q, k, v = (drawn(1, 9, 1, 32, seed=i, where="cpu") for i in range(3))
+    q[0, 3] = torch.nan
+    for one in fa3.flash_attn_func(*(x.to(E4M3) for x in (q, k, v)), return_lse=True):
+        assert one.isnan().view(9, -1).all(1).tolist() == [i == 3 for i in range(9)]
 
 
 @pytest.mark.parametrize(("above", "error"), [(9, 0.04), (10, 0.04), (11, 0.18)])
@@ -266,10 +266,9 @@ def test_scales_may_be_views_and_may_be_left_out(where):
     q, k, v = (drawn(2, 100, 4, 64, seed=i, where=where).to(E4M3) for i in range(3))
     scales = {name: torch.full((1, 1), 0.5, device=where).expand(2, 4) for name in NAMES}
     out = fa3.flash_attn_func(q, k, v, **scales)
-    full = {name: torch.full((2, 4), 0.5, device=where) for name in NAMES}
-    assert torch.equal(out, fa3.flash_attn_func(q, k, v, **full))
-    ones = {name: torch.ones(2, 4, device=where) for name in NAMES}
-    assert torch.equal(fa3.flash_attn_func(q, k, v), fa3.flash_attn_func(q, k, v, **ones))
+    for given_scales, value in ((scales, 0.5), ({}, 1.0)):
+        full = {name: torch.full((2, 4), value, device=where) for name in NAMES}
+        assert torch.equal(*(fa3.flash_attn_func(q, k, v, **x) for x in (given_scales, full)))
     into = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16, device=where)
     assert fa3.flash_attn_func(q, k, v, **scales, out=into) is into and torch.equal(into, out)
 
@@ -282,8 +281,7 @@ def test_the_output_may_be_in_fp16(where):
     assert (out - right).abs().max() <= 2.0**-7 * right.abs().max()
     rows, ends = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 100, 200])
     ends, out_of_rows = ends.int().to(where), torch.empty_like(out).flatten(0, 1)
-    arguments = *rows, ends, ends, 100, 100
-    fa3.flash_attn_varlen_func(*arguments, causal=True, out=out_of_rows)
+    fa3.flash_attn_varlen_func(*rows, ends, ends, 100, 100, causal=True, out=out_of_rows)
     assert torch.equal(out_of_rows, out.flatten(0, 1))
 
 

@@ -370,9 +370,9 @@ class Walker:
         return offset + is_outlier * softmax.OUTLIER_OFFSET
 
     def codes(self, p: torch.Tensor) -> torch.Tensor:
-        """What codes that are linear in the logarithm of P stand for."""
+        """What linear codes of P stand for; 127 is NaN."""
         x = p.log2()
-        codes = torch.maximum(8 * (x + 7), 2 * (x + 9)).clamp(min=0).round()
+        codes = torch.maximum(8 * (x + 7), 2 * (x + 9)).clamp(min=0).round().nan_to_num(127.0)
         return codes.to(torch.uint8).view(self.rounded_to).float()
 
     def rounded(self, operand: torch.Tensor) -> torch.Tensor:
