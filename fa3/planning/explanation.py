@@ -20,6 +20,7 @@ from fa3.kernels.tile_table import TileTable
 from fa3.planning.costs import Gpu, least_gain
 from fa3.planning.prediction import Prediction
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.warp_attention import MMA_ROWS
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores.masks import Intervals
@@ -145,7 +146,8 @@ def describe_kernel(kernel: Any) -> str:
             words += ["equal queries"] * kernel.has_equal_queries
         case Decode():
             cut: Any = kernel.cut_type
-            words = ["decode", f"tile {ROWS}x{TILE_N}", cut.words]
+            rows = MMA_ROWS if kernel.config.shares_keys else ROWS
+            words = ["decode", f"tile {rows}x{TILE_N}", cut.words]
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
             words += ["packed queries"] * kernel.is_packed
             words += ["overlapped with forward"] * kernel.overlaps_forward
