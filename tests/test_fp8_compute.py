@@ -251,9 +251,8 @@ def test_packed_sequences_are_as_one_by_one(head_dim, causal, where):
             q, k, v, ends, ends, 300, 300, causal=causal, return_lse=True, **scales
         )
     assert out.dtype == torch.bfloat16
-    for i, (begin, end) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
-        if begin == end:
-            continue
+    for i in (0, 1, 3, 4):  # all that have rows
+        begin, end = ends[i : i + 2].tolist()
         one, one_lse = fa3.flash_attn_func(
             *(x[None, begin:end] for x in (q, k, v)), causal=causal, return_lse=True,
             **{name: scale[i : i + 1] for name, scale in scales.items()},
@@ -304,9 +303,8 @@ def test_torch_compile(is_packed, has_vt, where):
 
 
 def test_problems_of_shapes():
-    shapes = (2, 100, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64)
-    of_tensors = Problem.of(*(torch.zeros(shape).to(E4M3) for shape in shapes), causal=True)
-    assert Problem.of(*shapes, causal=True, dtype=FP8) == of_tensors
+    shapes, q = [(2, 100, 4, 64)] * 3, torch.zeros(2, 100, 4, 64).to(E4M3)
+    assert Problem.of(*shapes, causal=True, dtype=FP8) == Problem.of(q, q, q, causal=True)
 
 
 @pytest.mark.gpu

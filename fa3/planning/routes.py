@@ -146,7 +146,8 @@ class Signature:
     @cached_property
     def most_queries_of_few(self) -> int:
         """No sequence of a call with few tiles has more queries."""
-        return max(1, int(IDLE_SHARE * self.gpu.num_sms) // self.heads_q * FEWEST_ROWS)
+        few = int(IDLE_SHARE * self.gpu.num_sms) // self.heads_q * FEWEST_ROWS
+        return max(1 + self.short_limit, few)  # FP8 caches have another kernel for few rows
 
     @cached_property
     def may_decode(self) -> bool:
@@ -375,7 +376,7 @@ def choose_dense(
 
 def launches_of_route(signature: Signature, name: str, most_queries: int = 1) -> list[Launch]:
     """Return the launches of a route of packed queries.
-    Any `most_queries` have the same kernels, but many may take combine."""
+    `most_queries` only decide which kernel serves an FP8 cache, and whether combine merges."""
     if name in (NOTHING, ZEROS):
         return []
     if name == SHARED:
