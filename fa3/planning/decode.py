@@ -392,8 +392,9 @@ class DecodePlan(PlanBase):
         filled = "" if self.cache.is_full else ", if all sequences fill the cache"
         unmeasured = "" if self.is_measured else "; such calls were not measured"
         return {
-            "CTA": f"{ROWS} query rows against blocks of {TILE_N} keys. The query heads that share "
-            "keys are rows of the same tile, so keys are read once for all of them.",
+            "CTA": f"{SHARED_ROWS if config.shares_keys else ROWS} query rows against blocks of "
+            f"{TILE_N} keys. The query heads that share keys are rows of the same tile, so keys "
+            "are read once for all of them.",
             "Memory": f"{config.q_stages} stages of Q in shared memory, {config.kv_stages} of K "
             f"and of V: {config.smem_bytes(self.spec):,} of {CAPACITY:,} bytes.",
             "Grid": f"{counted(self.num_ctas, 'CTA')} on {self.gpu.num_sms} SMs, for "
