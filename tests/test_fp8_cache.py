@@ -513,7 +513,7 @@ def test_two_ctas_share_an_sm_where_they_fit():
         for page_size, rows, cut in itertools.product((0, 64, 1), (16, 17), (CtaGroups, StreamK)):
             cache = CacheLayout(page_size, is_fp8=True)
             config, shares = config_of(spec, cache, cut, rows), page_size != 1 and rows == 16
-            assert config.shares_keys == shares and (config.converted_stages == 0) == shares
+            assert config.keys_by_warp == shares and (config.converted_stages == 0) == shares
             assert config.ctas_of_sm == (most if page_size != 1 and not shares else 1)
             assert config.ctas_of_sm * config.smem_bytes(spec) <= CAPACITY
             assert not shares or 2 * config.smem_bytes(spec) > CAPACITY

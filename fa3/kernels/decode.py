@@ -374,7 +374,7 @@ class Decode(DecodeMemory):
         """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        if cutlass.const_expr(self.config.shares_keys):
+        if cutlass.const_expr(self.config.keys_by_warp):
             warp = cute.arch.make_warp_uniform(thread // WARP)
             mmas, kind = None, WarpAttention
             regs = WarpFragments.of(smem.k.blocks, smem.v.blocks, warp)
@@ -411,7 +411,7 @@ class Decode(DecodeMemory):
             # The warpgroup's WGMMAs see what it has written to shared memory.
             cute.arch.fence_proxy("async.shared", space="cta")
             consumer_barrier().arrive_and_wait()
-            if cutlass.const_expr(self.config.shares_keys):
+            if cutlass.const_expr(self.config.keys_by_warp):
                 scale *= regs.read_q(sQ, operands.q.element_type)
             elif cutlass.const_expr(self.holds_q):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
@@ -421,7 +421,7 @@ class Decode(DecodeMemory):
                 consumer_barrier().arrive_and_wait()  # All warps have Q in registers.
                 descales = self.fetch_q(operands, smem.q, walk, following, q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
-            if cutlass.const_expr(self.config.shares_keys):
+            if cutlass.const_expr(self.config.keys_by_warp):
                 coords = coords_of_warp(warp, tile, TILE_N, self.qhead_per_kvhead)
             else:
                 coords = PackedCoords.of_tile(mmas.qk, thread, TILE_N, tile, self.qhead_per_kvhead)
@@ -442,7 +442,7 @@ class Decode(DecodeMemory):
             if cutlass.const_expr(self.may_merge):
                 number = self.take_number(operands.counters, segment, thread)
             v_state = attention.last(v_state)
-            if cutlass.const_expr(self.config.shares_keys):
+            if cutlass.const_expr(self.config.keys_by_warp):
                 attention = attention.merged(smem.sums, warp, meet)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
@@ -528,7 +528,7 @@ class Decode(DecodeMemory):
         lse = attention.finish(rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
         # A warp's share of columns may be no multiple of what `convert` takes at once.
-        (convert_words if self.config.shares_keys else convert)(acc_O, converted)
+        (convert_words if self.config.keys_by_warp else convert)(acc_O, converted)
         store_rows(as_rows_and_columns(converted), lse, out, row_lse, rules.coords, queries)
 
     # --------------------------------------------------------------------------------- merge

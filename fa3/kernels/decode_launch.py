@@ -9,7 +9,7 @@ from cutlass import Int64
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES
-from fa3.primitives.warp_attention import AFTER_ROW
+from fa3.primitives.warp_attention import AFTER_ROW, MMA_ROWS
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import FP8, FP8_BYTES, AttentionSpec
 
@@ -29,22 +29,24 @@ class DecodeConfig:
     # Blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
     converted_stages: int = 0
     # Whether each warp has some keys of an FP8 cache's blocks. A tile has up to 16 rows then.
-    shares_keys: bool = False
+    keys_by_warp: bool = False
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        kv, is_fp8 = TILE_N * (head_dim + head_dim_v), self.converted_stages or self.shares_keys
+        kv, is_fp8 = TILE_N * (head_dim + head_dim_v), self.converted_stages or self.keys_by_warp
         loaded = self.kv_stages * (FP8_BYTES if is_fp8 else spec.element.bytes)
         converted = spec.element.bytes * self.converted_stages
         q = spec.element.bytes * self.q_stages * self.rows_of_q(head_dim) * head_dim
-        sums = self.shares_keys * ROWS * (head_dim_v + AFTER_ROW) * FLOAT_BYTES
+        sums = self.keys_by_warp * ROWS * (head_dim_v + AFTER_ROW) * FLOAT_BYTES
         return q + (loaded + converted) * kv + sums + 1024
 
     def rows_of_q(self, columns: int) -> int:
         """Rows of Q in shared memory.
         All threads of a warpgroup have equally many of their vectors."""
-        return ROWS if not self.shares_keys else 16 if columns % 64 == 0 else 32
+        if not self.keys_by_warp:
+            return ROWS
+        return MMA_ROWS if columns % 64 == 0 else 2 * MMA_ROWS
 
     def validate(self, spec: AttentionSpec) -> None:
         """Raise a ValueError if the kernel cannot run this config."""

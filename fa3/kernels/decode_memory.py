@@ -136,7 +136,7 @@ class DecodeMemory(AttentionKernel):
     @property
     def converts(self) -> bool:
         """Whether warps convert blocks of an FP8 cache in shared memory."""
-        return self.cache.is_fp8 and not self.config.shares_keys
+        return self.cache.is_fp8 and not self.config.keys_by_warp
 
     @property
     def first_converter(self) -> int:
@@ -165,7 +165,7 @@ class DecodeMemory(AttentionKernel):
         Then Q K^T does not read it from shared memory, which limits the speed where warps convert
         blocks there. At larger head sizes these have too few registers."""
         few_columns = max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
-        return self.config.shares_keys or (self.cache.is_fp8 and few_columns)
+        return self.config.keys_by_warp or (self.cache.is_fp8 and few_columns)
 
     @property
     def element(self):
@@ -178,7 +178,7 @@ class DecodeMemory(AttentionKernel):
         if self.converts:
             sizes = config.kv_stages, config.converted_stages, self.converters
             return BlockMemory.converted(TILE_N, columns, *sizes)
-        dtype = Float8E4M3FN if self.config.shares_keys else self.dtype
+        dtype = Float8E4M3FN if self.config.keys_by_warp else self.dtype
         return BlockMemory.of(TILE_N, columns, dtype, config.kv_stages)
 
     @cute.jit
@@ -204,7 +204,7 @@ class DecodeMemory(AttentionKernel):
             loaded_barriers_v: fields_v.loaded_barriers
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_layout)], 1024]
             sums: cute.struct.Align[
-                cute.struct.MemRange[Float32, cute.cosize(sums_layout) * self.config.shares_keys],
+                cute.struct.MemRange[Float32, cute.cosize(sums_layout) * self.config.keys_by_warp],
                 128,
             ]
             k: fields_k.blocks
@@ -220,7 +220,7 @@ class DecodeMemory(AttentionKernel):
         new_pipeline = partial(block_pipeline, gathers=self.gathers)
         ring_k = blocks_k.ring(storage, "k", new_pipeline, WARPS)
         ring_v = blocks_v.ring(storage, "v", new_pipeline, WARPS)
-        buffer = storage.sums.get_tensor(sums_layout) if self.config.shares_keys else None
+        buffer = storage.sums.get_tensor(sums_layout) if self.config.keys_by_warp else None
         smem = DecodeBuffers(buffer_q, ring_k, ring_v, buffer, number, largest)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):

@@ -30,6 +30,7 @@ from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q
 from fa3.primitives.packed_rows import UNIT, WorkspaceSize
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.primitives.warp_attention import MMA_ROWS
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.sequences import LONGEST
@@ -70,7 +71,7 @@ FP8_BYTES_IN_FLIGHT = {1: 64 << 10, 2: 32 << 10}
 16 x 8k with 32/8 heads of 128 took 96.0 us with 32 KB, 101.1 us with 48 KB; with 16/4 heads of 256,
 95.4 us with 64 KB, 100.2 us with 96 KB. These tiles of 4 rows have no converter warps any more."""
 
-SHARED_ROWS = 16
+SHARED_ROWS = MMA_ROWS
 """Rows of a tile up to which each warp has its own keys of an FP8 cache, unless keys are gathered.
 On an H200, 16 x 8k with 32/8 heads takes 68 us, with converter warps 81. With 32 rows it would take
 79 instead of 86, with 64 rows 143 instead of 94, and with gathered keys 126 instead of 104."""
@@ -392,7 +393,7 @@ class DecodePlan(PlanBase):
         filled = "" if self.cache.is_full else ", if all sequences fill the cache"
         unmeasured = "" if self.is_measured else "; such calls were not measured"
         return {
-            "CTA": f"{SHARED_ROWS if config.shares_keys else ROWS} query rows against blocks of "
+            "CTA": f"{SHARED_ROWS if config.keys_by_warp else ROWS} query rows against blocks of "
             f"{TILE_N} keys. The query heads that share keys are rows of the same tile, so keys "
             "are read once for all of them.",
             "Memory": f"{config.q_stages} stages of Q in shared memory, {config.kv_stages} of K "
@@ -469,7 +470,7 @@ def shared_config(spec: AttentionSpec) -> DecodeConfig:
     """The same where each warp has FP8 keys of its own."""
     block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     stages = max(3, -(-SHARED_BYTES_IN_FLIGHT // block))
-    config = DecodeConfig(stages, q_stages=1, shares_keys=True)
+    config = DecodeConfig(stages, q_stages=1, keys_by_warp=True)
     while 2 * config.smem_bytes(spec) <= CAPACITY:
         # Where another kernel has taken an SM, two CTAs would land on the next.
         config = replace(config, kv_stages=config.kv_stages + 1)

@@ -146,7 +146,7 @@ def describe_kernel(kernel: Any) -> str:
             words += ["equal queries"] * kernel.has_equal_queries
         case Decode():
             cut: Any = kernel.cut_type
-            rows = MMA_ROWS if kernel.config.shares_keys else ROWS
+            rows = MMA_ROWS if kernel.config.keys_by_warp else ROWS
             words = ["decode", f"tile {rows}x{TILE_N}", cut.words]
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
             words += ["packed queries"] * kernel.is_packed

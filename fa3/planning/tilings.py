@@ -199,17 +199,19 @@ as few kernels as it can."""
 ONE_LEVEL = SETTINGS["FA3_FP8_SUMS"] == "one-level"
 """Whether O is summed in one level in FP8, by the WGMMAs, instead of in two."""
 
+EXACT = SETTINGS["FA3_FP8_EXP"] == "exact"
+"""Whether P in FP8 has exponentials, instead of linear codes."""
+
 TILINGS_IN_FP8 = tuple(
     Tiling(
         head_dim,
         head_dim_v,
         masked,
         math.inf,
-        replace(config, one_level=ONE_LEVEL, exact=exact, converted_stages=stages),
+        replace(config, one_level=ONE_LEVEL, exact=EXACT, converted_stages=stages),
         functions,
         element_bytes=1,
     )
-    for exact in (SETTINGS["FA3_FP8_EXP"] == "exact",)
     for stages in (2, 0)  # 0 for V^T
     for functions in (False, True)
     for masked in (False, True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, pipeline
+from cutlass import Float16, Float32, Int32, Uint32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fragments import convert_words, float_bits, float_of, widen_words
@@ -267,3 +267,15 @@ def largest_of_warps(number, warp_values, thread, meet: cutlass.Constexpr = cute
     for i in cutlass.range_constexpr(cute.size(warp_values)):
         number = cutlass.max(number, warp_values[i])
     return number
+
+
+def load_matrices(address, is_transposed: bool) -> tuple:
+    """Load four matrices of 8 rows and 16 bytes.
+    What is transposed are pairs of bytes."""
+    trans = ".trans" * is_transposed
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "[{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )

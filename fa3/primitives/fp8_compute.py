@@ -26,7 +26,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, swizzle_of
+from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, load_matrices, swizzle_of
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import ROWS
@@ -261,7 +261,7 @@ class ValueTransposer(BlockRewriter):
                     chunk_of_v = (j * 32 % width // CHUNK + matrix // 2) ^ swizzle
                     box_of_v = j * 32 // width * tile_n * width
                     address = source + piece * (CHUNK * width) + box_of_v + chunk_of_v * CHUNK
-                    loads.append(load_transposed(address))
+                    loads.append(load_matrices(address, is_transposed=True))
                 for j, words in zip(groups, loads, strict=True):
                     rows = [
                         Uint32(cute.arch.prmt(words[pair], words[pair + 1], selector))
@@ -274,15 +274,6 @@ class ValueTransposer(BlockRewriter):
 def codes_of(*scores: Float32) -> Uint32:
     """Four scores from `LinearSoftmax` as codes of e4m3, at least 0."""
     return cute.arch.inline_ptx(CODES, write_only_types=[Uint32], read_only_args=list(scores))
-
-
-def load_transposed(address) -> list[Uint32]:
-    """Load four matrices of 8 rows and 16 bytes, byte pairs transposed."""
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
 
 
 def store_matrices(address, rows: list[Uint32]) -> None:

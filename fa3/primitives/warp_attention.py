@@ -22,7 +22,14 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fp8_blocks import CHUNK, CONVERTED, largest_finite, powers_of_two, swizzle_of
+from fa3.primitives.fp8_blocks import (
+    CHUNK,
+    CONVERTED,
+    largest_finite,
+    load_matrices,
+    powers_of_two,
+    swizzle_of,
+)
 from fa3.primitives.fragments import (
     as_rows_and_columns,
     convert_words,
@@ -55,11 +62,6 @@ TO_COLUMNS = (
     "cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h;}"
 )
 """The same for bytes 0 and 2, then bytes 1 and 3."""
-
-LOAD = (
-    "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 "
-    "{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];"
-)
 
 MULTIPLY = (
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, "
@@ -115,16 +117,11 @@ class KeySlice:
         """This lane's words of each 16 columns, of twice 8 keys."""
         tile_n, columns, _ = (cute.size(self.blocks, mode=[i]) for i in range(3))
         width, words = box_bytes(columns, 1), []
-        code, start = (
-            LOAD.format(".trans" * is_transposed),
-            self.address + stage * (tile_n * columns),
-        )
+        start = self.address + stage * (tile_n * columns)
         for column in range(0, columns, 2 * CHUNK):
             box, inner = divmod(column, width)
             address = (start ^ inner) + box * tile_n * width
-            first, second, third, fourth = cute.arch.inline_ptx(
-                code, write_only_types=[Uint32] * 4, read_only_args=[address]
-            )
+            first, second, third, fourth = load_matrices(address, is_transposed)
             words += [(first, second), (third, fourth)]
         return words
 
