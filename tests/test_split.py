@@ -14,7 +14,6 @@ from kvcache_problems import CacheProblem, make_call
 from reference import check_call
 from valid_calls import OnGpu
 
-from fa3.calls import values as calls_values
 from fa3.calls.attention import flash_attn_with_kvcache
 from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
@@ -276,26 +275,23 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
     assert type(choose_cut(*choose_cut.call_args.args)) is cut
 
 
-@pytest.mark.parametrize("assertions", [False, True])
-def test_lengths_on_a_gpu_decide_nothing(assertions, monkeypatch):
-    monkeypatch.setattr(calls_values, "ASSERTIONS", assertions)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def test_lengths_on_a_gpu_decide_nothing(monkeypatch):
+    monkeypatch.setattr(OnGpu, "tolist", lambda tensor: pytest.fail("was read"))
     lengths = torch.full((132,), 4096, dtype=torch.int32).as_subclass(OnGpu)
     made = get_scheduler_metadata(132, 1, 4096, 8, 1, 128, lengths)
     assert made == metadata([4096] * 132, heads=(8, 1))._replace(keeps_tiles_whole=False)
 
 
-def test_assertions_check_lengths_on_a_gpu(monkeypatch):
-    lengths = torch.tensor([30, 40], dtype=torch.int32).as_subclass(OnGpu)
-    arguments = 2, 1, 39, 8, 8, 128, lengths
-    get_scheduler_metadata(*arguments)
-    monkeypatch.setattr(calls_values, "ASSERTIONS", True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.raises(ValueError, match=r"^max_seqlen_k must be .* 40, .* got 39"):
-        get_scheduler_metadata(*arguments)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"^cache_seqlens cannot be read back while .* captured"):
-        get_scheduler_metadata(*arguments)
+WRONG = torch.tensor([-(1 << 31), -3, 70, (1 << 31) - 1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("lengths", [WRONG, -1, 1 << 39], ids=str)
+@pytest.mark.parametrize("padding", [None, WRONG, WRONG.flip(0)], ids=str)
+@pytest.mark.parametrize("ends", [None, torch.cat((WRONG, WRONG[:1]))], ids=str)
+def test_metadata_takes_any_lengths(lengths, padding, ends):
+    """They cost time at most; calls refuse them."""
+    options = {"cache_leftpad": padding, "cu_seqlens_k_new": ends}
+    assert get_scheduler_metadata(4, 1, 40, 8, 8, 128, lengths, **options).batch == 4
 
 
 @pytest.mark.parametrize(

@@ -249,11 +249,6 @@ def shared(pages: tuple[int, ...], seqlens: tuple[int, ...]) -> dict:
     return {"page_table": integers(*pages).view(2, 2), "cache_seqlens": integers(*seqlens)}
 
 
-def new(ends: tuple[int, ...], most: int) -> dict:
-    """Return lengths of new tokens for metadata."""
-    return {"cu_seqlens_k_new": integers(*ends), "max_seqlen_k_new": most}
-
-
 def problem(**changes) -> dict:
     """Return the planner's problem with other fields, also of its spec."""
     fields = fa3.Problem.__dataclass_fields__

@@ -2,17 +2,15 @@
 
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
 the host can add, where it knows the lengths of equal queries on a cache: that cutting does not pay,
-since whole tiles need no workspace and no merge. Lengths on a GPU are described only, or with
-FA3_ASSERTIONS=1 read back to be checked (`fa3.calls.values`).
+since whole tiles need no workspace and no merge. Lengths are a hint, so that any are taken. Calls
+check the lengths that they get.
 """
 
-import itertools
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS, AttentionCall
+from fa3.calls.call import LENGTHS, AttentionCall
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.operands import DTYPES, FP8_DTYPE, describe
 from fa3.calls.options import (
@@ -26,7 +24,6 @@ from fa3.calls.options import (
     integer,
     named_options,
 )
-from fa3.calls.values import PADDING, check_each, check_ends, check_lengths, is_visible, read_back
 from fa3.complaints import shown
 from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.planning.routes import CACHE, MOST_OF_DECODE, PackedSizes, Signature, choose_route
@@ -159,8 +156,7 @@ def get_scheduler_metadata(
     never changes the result.
 
     With cu_seqlens_q, for packed queries, it holds what calls have in common whatever their lengths
-    are: the kernels read lengths on the GPU. Lengths on the CPU are checked, and with
-    FA3_ASSERTIONS=1 also lengths on a GPU, as in the call.
+    are: the kernels read lengths on the GPU. Lengths are checked in the call.
 
     Args:
         batch_size: sequences.
@@ -189,8 +185,7 @@ def get_scheduler_metadata(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has a wrong value.
-        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
+        ValueError: an argument has a wrong value; lengths may have any.
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
     check_settings()
@@ -223,29 +218,40 @@ def get_scheduler_metadata(
         has_packed_keys=cu_seqlens_k is not None,
     )
     check_calls(calls)
-    longest = calls.seqlen_q, integer("max_seqlen_k", max_seqlen_k, 0)
+    longest_k = integer("max_seqlen_k", max_seqlen_k, 0)
     most_new = integer("max_seqlen_k_new", max_seqlen_k_new, 0, most=LONGEST)
-    used_k = cache_seqlens if calls.has_packed_keys else None
-    packed = cu_seqlens_q, cu_seqlens_k, seqused_q, used_k
-    check_entries(dict(zip(LENGTHS_OF_PACKED, packed, strict=True)), calls.batch)
-    check_lengths(packed, (MOST_RAGGED_ROWS, MOST_RAGGED_ROWS), longest)
-    in_cache, keys = (cache_seqlens, cu_seqlens_k_new, cache_leftpad), None
-    if not calls.has_packed_keys:
-        keys = keys_in_cache(calls.batch, *in_cache, longest[1], most_new)
+    if not (calls.has_packed_keys or isinstance(cache_seqlens, torch.Tensor)):
+        length = min(max(0, integer("cache_seqlens", cache_seqlens, kind=LENGTHS)), LONGEST)
+        cache_seqlens = torch.full((calls.batch,), length, dtype=torch.int32, device="cpu")
+    in_cache = {
+        "cache_seqlens": cache_seqlens,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "cache_leftpad": cache_leftpad,
+    }
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q}
+    for name, tensor in (in_cache | packed).items():
+        if tensor is not None:
+            operand = describe(name, tensor, 1)
+            operand.check_dtype(name, torch.int32)
+            entries = calls.batch + name.startswith("cu_seqlens")
+            operand.check_shape(name, (entries,), "batch_size")
     # Of lengths on a GPU, or else the current one.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.is_cuda:
         device = cache_seqlens.device
     gpu = gpu_for_call(device, calls.sm_margin)
-    are_on_host = not any(isinstance(one, torch.Tensor) and not one.is_cpu for one in in_cache)
-    if calls.has_packed_queries or calls.num_splits or keys is None or not are_on_host:
+    are_on_host = all(one is None or one.is_cpu for one in in_cache.values())
+    if calls.has_packed_queries or calls.num_splits or not are_on_host:
         return calls
+    new = most_new if cu_seqlens_k_new is None else cu_seqlens_k_new.long().diff()
+    keys = cache_seqlens.long() + new - (0 if cache_leftpad is None else cache_leftpad)
+    lengths = keys.tolist()
     group = calls.heads_q // calls.heads_kv
-    sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
+    sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(lengths))
     key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
     # Whole tiles of the decode kernel are no gain where the forward kernel serves calls.
     spec = AttentionSpec("bfloat16", calls.head_dim, calls.head_dim_v, Band.of(calls.window))
-    problem = Problem(spec, *sizes[:2], longest[1], calls.heads_kv, group, calls.window)
+    problem = Problem(spec, *sizes[:2], longest_k, calls.heads_kv, group, calls.window)
     signature = Signature.of(
         CACHE, problem, gpu, sm_margin=calls.sm_margin,
         cache=CacheLayout(calls.page_size or 0, left_padded=cache_leftpad is not None),
@@ -253,61 +259,9 @@ def get_scheduler_metadata(
     )  # fmt: skip
     is_forward = choose_route(signature, PackedSizes.of(problem)).has_forward
     keeps_whole = not is_forward and whole_tiles_suffice(
-        sizes, calls.window, key_bytes, keys, gpu.num_sms
+        sizes, calls.window, key_bytes, lengths, gpu.num_sms
     )
     return calls._replace(keeps_tiles_whole=keeps_whole)
-
-
-def keys_in_cache(
-    batch: int,
-    # lengths, ends_new, leftpad: cache_seqlens, cu_seqlens_k_new and cache_leftpad.
-    lengths: int | torch.Tensor,
-    ends_new: torch.Tensor | None,
-    leftpad: torch.Tensor | None,
-    # most_keys, most_new: keys of a sequence with new tokens, and new tokens, at most.
-    most_keys: int,
-    most_new: int,
-) -> list[int] | None:
-    """Each sequence's keys, new ones included; None if the host cannot see."""
-    if not isinstance(lengths, torch.Tensor):
-        length = integer("cache_seqlens", lengths, kind=LENGTHS)
-        check_each("cache_seqlens", [length], LONGEST, "from 0 to {}")
-        lengths = torch.full((batch,), length, dtype=torch.int32, device="cpu")
-    tensors = {"cache_seqlens": lengths, "cu_seqlens_k_new": ends_new, "cache_leftpad": leftpad}
-    check_entries(tensors, batch)
-    if not all(tensor is None or is_visible(tensor) for tensor in tensors.values()):
-        return None
-    cached, ends, padding = (read_back(name, tensor) for name, tensor in tensors.items())
-    if ends:
-        check_ends("cu_seqlens_k_new", ends, LONGEST, "the most tokens of a cache")
-    added = [b - a for a, b in itertools.pairwise(ends)] if ends else [most_new] * batch
-    check_each("cache_seqlens", cached, LONGEST, "from 0 to {}")
-    totals = [a + b for a, b in zip(cached, added, strict=True)]
-    most = max(added, default=0)
-    if 0 < most_new < most:
-        raise ValueError(
-            f"max_seqlen_k_new must be the most tokens that a sequence gets, {most}, or more, "
-            f"got {most_new}: sequence {added.index(most)} of cu_seqlens_k_new has them"
-        )
-    check_each("cache_seqlens", totals, LONGEST, "at most {} with new tokens")
-    if max(totals, default=0) > most_keys:
-        raise ValueError(
-            f"max_seqlen_k must be the longest length with new tokens, {max(totals)}, or more, got "
-            f"{most_keys}"
-        )
-    padding = padding or [0] * batch
-    check_each("cache_leftpad", padding, totals, PADDING)
-    return [total - pad for total, pad in zip(totals, padding, strict=True)]
-
-
-def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> None:
-    """Raise unless tensors are int32, one entry per sequence or end."""
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            operand = describe(name, tensor, 1)
-            entries = batch + name.startswith("cu_seqlens")
-            operand.check_dtype(name, torch.int32)
-            operand.check_shape(name, (entries,), "batch_size")
 
 
 def head_size(name: str, size: object, dtype: object) -> int:
