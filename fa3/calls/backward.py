@@ -40,42 +40,6 @@ class PreparedBackward(NamedTuple):
     prepared: Prepared
     layout: BufferLayout  # of the buffer that the kernels share
     tile_m: int  # queries of a tile
-    dkv_dtype: torch.dtype | None  # dtype of dK and dV; the dtype of K and V if None
-
-    def launch(
-        self,
-        operands: BackwardOperands,
-        lengths: PackedLengths | None,  # of packed sequences; None without
-        softmax_scale: float,
-        tensors: tuple[torch.Tensor, ...],  # of the spec's scores, mask and sinks
-        dropout: Dropout | None,
-        wants_sinks: bool,
-        dq: torch.Tensor | None = None,  # where dQ is written; its rows may lie as TMA takes them
-    ) -> Gradients:
-        """Run the kernels on the current stream of the tensors' GPU."""
-        q, k, v, out, lse, d_out, d_lse = operands
-        # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
-        buffer = lse.new_empty(self.layout.end)
-        if dq is None:
-            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dtype = self.dkv_dtype
-        dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
-        dv = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
-        values = {
-            "q": q, "k": k, "v": v, "out": out, "lse": lse,
-            "d_out": torch.zeros_like(out) if d_out is None else for_tma(d_out),
-            "d_lse": lse if d_lse is None else d_lse.contiguous(), "has_d_lse": d_lse is not None,
-            "dq": dq, "dk": dk, "dv": dv, "buffer": buffer, "modifiers": tensors or None,
-            "softmax_scale": softmax_scale,
-            "dropout": None if dropout is None else dropout.arguments,
-        }  # fmt: skip
-        if lengths is not None:
-            values |= lengths._asdict()
-        self.prepared.run(values)
-        if not wants_sinks:
-            return Gradients(dq, dk, dv, None)
-        statistics = self.statistics(buffer, lse, dropout)
-        return Gradients(dq, dk, dv, gradient_of_sinks(tensors[-1], *statistics))
 
     def statistics(
         self, buffer: torch.Tensor, lse: torch.Tensor, dropout: Dropout | None
@@ -120,8 +84,7 @@ def prepare_backward(
         shares = shares_of_packed(spec, window, rows, is_ordered, gpu.num_sms)
         kernels = kernels_of_packed(spec, is_ordered, writes_fp32, rows, shares, *has_used)
         launch, layout = launch_of_packed(kernels, window, rows, shares, gpu.num_sms)
-    dtype = torch.float32 if writes_fp32 else None
-    return PreparedBackward(Prepared.of([launch]), layout, kernels.main.config.tile_m, dtype)
+    return PreparedBackward(Prepared.of([launch]), layout, kernels.main.config.tile_m)
 
 
 class BackwardCall(NamedTuple):
@@ -149,37 +112,58 @@ class BackwardCall(NamedTuple):
         wants_sinks: bool,
         fp32_dkv: bool,  # whether dK and dV are in fp32
         dropout: Dropout | None,  # of the forward pass, where the spec has it
-        dq: torch.Tensor | None = None,  # where kernels write dQ, see `PreparedBackward.launch`
+        # Where kernels write dQ; its rows may lie as TMA takes them.
+        dq: torch.Tensor | None = None,
     ) -> Gradients:
-        """Compute the gradients.
+        """Compute the gradients, on a GPU on the current stream.
 
         Returns:
             the gradients of q, k, v and the sinks, contiguous. Rows that see no key or are not
             used get 0, and add nothing if what came for them is finite.
         """
-        q, k, _, out, lse, d_out, d_lse = operands
+        q, k, v, out, lse, d_out, d_lse = operands
         packed = None if self.longest is None else PackedLengths(*lengths)
         is_empty = packed is not None and 0 in (packed.batch, *self.longest)
         if is_empty or not q.numel() or not k.numel() or (d_out is d_lse is None):
             sinks = tensors[-1] if wants_sinks else None
             return without_keys(operands, packed, sinks, fp32_dkv)
-        if q.is_cuda:
-            kind = self.deterministic, fp32_dkv
-            if packed is not None:
-                (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
-                longest = min(self.longest[0], total_q)
-                rows = PackedRows(total_q, total_k, packed.batch, longest, heads_q, heads_kv)
-                kind += rows, packed.seqused_q is not None, packed.seqused_k is not None
-            return self.prepare(*kind).launch(
-                operands, packed, self.softmax_scale, tensors, dropout, wants_sinks, dq
+        if not q.is_cuda:
+            operands = operands._replace(
+                d_out=torch.zeros_like(out) if d_out is None else d_out,
+                d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
             )
-        operands = operands._replace(
-            d_out=torch.zeros_like(out) if d_out is None else d_out,
-            d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
-        )
-        sequences = packed.sequences() if packed else None
-        rest = tensors, wants_sinks, fp32_dkv, dropout, sequences
-        return execute_backward(self.problem, operands, self.softmax_scale, *rest)
+            sequences = packed.sequences() if packed else None
+            rest = tensors, wants_sinks, fp32_dkv, dropout, sequences
+            return execute_backward(self.problem, operands, self.softmax_scale, *rest)
+        kind = self.deterministic, fp32_dkv
+        if packed is not None:
+            (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
+            longest = min(self.longest[0], total_q)
+            rows = PackedRows(total_q, total_k, packed.batch, longest, heads_q, heads_kv)
+            kind += rows, packed.seqused_q is not None, packed.seqused_k is not None
+        made = self.prepare(*kind)
+        # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
+        buffer = lse.new_empty(made.layout.end)
+        if dq is None:
+            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dtype = torch.float32 if fp32_dkv else None
+        dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
+        values = {
+            "q": q, "k": k, "v": v, "out": out, "lse": lse,
+            "d_out": torch.zeros_like(out) if d_out is None else for_tma(d_out),
+            "d_lse": lse if d_lse is None else d_lse.contiguous(), "has_d_lse": d_lse is not None,
+            "dq": dq, "dk": dk, "dv": dv, "buffer": buffer, "modifiers": tensors or None,
+            "softmax_scale": self.softmax_scale,
+            "dropout": None if dropout is None else dropout.arguments,
+        }  # fmt: skip
+        if packed is not None:
+            values |= packed._asdict()
+        made.prepared.run(values)
+        if not wants_sinks:
+            return Gradients(dq, dk, dv, None)
+        statistics = made.statistics(buffer, lse, dropout)
+        return Gradients(dq, dk, dv, gradient_of_sinks(tensors[-1], *statistics))
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
