@@ -443,9 +443,9 @@ def test_calls_first_met_in_a_capture_make_their_own_scales(monkeypatch):
     with monkeypatch.context() as capture:
         capture.setattr(prepare, "is_capturing", lambda device: True)
         check_results(exact, *attend(call)[:2])
+        scales = prepare.scales_on(torch.device("cpu"), 3, False)
     check_results(exact, *attend(call)[:2])
-    scales = prepare.Scales(torch.device("cpu"), 3, False, None)
-    one, other = (scales.of(2, None, None, None)[0] for _ in range(2))
+    one, other = (scales(2)[0] for _ in range(2))
     assert one.data_ptr() != other.data_ptr() and one.shape == (2, 3)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_checks import forget_prepared_calls
 from test_latest import operand, packed_operands
 from varlen_problems import ends_of, signature_with
 
@@ -40,7 +41,6 @@ from fa3.planning.routes import (
 )
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
-from fa3.reference.append import HostAppend
 from fa3.running.compiler import key_of
 from fa3.schedules.stream_k import NoSplit
 from fa3.scores.masks import Band
@@ -81,7 +81,7 @@ def loaded(monkeypatch) -> Iterator[dict]:
         monkeypatch.setattr(module, "load_kernel", load)
     monkeypatch.setattr(devices, "gpu_of", lambda device: H200)
     # It would make a tensor on the GPU.
-    monkeypatch.setattr(prepare, "Scales", SimpleNamespace(on=lambda *arguments: None))
+    monkeypatch.setattr(prepare, "scales_on", lambda *arguments: None)
     forget_kernels()
     yield found
     forget_kernels()
@@ -212,9 +212,11 @@ def met(monkeypatch):
     monkeypatch.setattr(execution, "execute_decode", of_plan)
     monkeypatch.setattr(PackedCall, "attend", of_packed)
     monkeypatch.setattr(
-        HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})
+        prepare, "append_tokens", lambda kernel, *given: found.update({kernel: None})
     )
-    return found
+    forget_prepared_calls()
+    yield found
+    forget_prepared_calls()
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +296,6 @@ EXPECTED = {"vLLM": 6, "pages": 14, "no pages": 14, "packed prompts": 13}
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_server_meets_few_kernels(server, met, compiled):
-    prepare.prepare_call.cache_clear()
     draw = random.Random(0)
     for call, count in SERVERS[server]:
         for _ in range(count):

@@ -38,7 +38,7 @@ from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, sch
 from fa3.planning.routes import ZEROS, Signature, choose_dense
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, Problem, Window
-from fa3.reference.append import HostAppend
+from fa3.reference.append import append_tokens
 from fa3.running.compiler import load_kernel
 from fa3.running.memory import Table, is_capturing
 from fa3.settings import check_settings
@@ -52,35 +52,30 @@ def one_on(device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, dtype=torch.float32, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The scales of a call with FP8 tensors."""
+def scales_on(
+    device: torch.device,
+    heads_kv: int,
+    has_fp8_q: bool,  # whether queries have a scale
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a function from descales to what a launch takes.
+    It takes the batch, and the descales of queries, keys and values or None. What it returns is of
+    keys, values and, if they are FP8, queries."""
+    # During a capture each call makes its own one: a graph writes its memory when it runs.
+    known = None if is_capturing(device) else one_on(device)
 
-    device: torch.device  # of the call
-    heads_kv: int
-    has_fp8_q: bool  # whether queries have a scale
-    # A one, (1, 1), for descales that are not given. None if it would have been made during a
-    # capture: then each call makes its own, as a graph writes its memory when it runs.
-    one: torch.Tensor | None
-
-    @classmethod
-    def on(cls, device: torch.device, heads_kv: int, has_fp8_q: bool) -> "Scales":
-        """The scales of calls of a description."""
-        return cls(device, heads_kv, has_fp8_q, None if is_capturing(device) else one_on(device))
-
-    def of(
-        self,
+    def scales(
         batch: int,
-        scale_q: torch.Tensor | None,
-        scale_k: torch.Tensor | None,
-        scale_v: torch.Tensor | None,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The `descales` of a launch: of keys, values and, if FP8, queries."""
-        scales = scale_k, scale_v, *[scale_q] * self.has_fp8_q
-        one, shape = self.one, (batch, self.heads_kv)
-        if one is None and any(scale is None for scale in scales):
-            one = torch.ones(1, 1, dtype=torch.float32, device=self.device)
-        return tuple([one.expand(shape) if scale is None else scale for scale in scales])
+        given, one = (scale_k, scale_v, *[scale_q] * has_fp8_q), known
+        if one is None and any(scale is None for scale in given):
+            one = torch.ones(1, 1, dtype=torch.float32, device=device)
+        shape = batch, heads_kv
+        return tuple([one.expand(shape) if scale is None else scale for scale in given])
+
+    return scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ class PreparedAttention:
     most_queries: int = MOST_RAGGED_ROWS  # rows of packed queries that 32 bits count
     problem: Problem | None = None  # of calls that may have a gradient
     prepare_backward: Callable | None = None  # of these calls, see `preparation_of`
-    scales: Scales | None = None  # of calls with FP8 tensors
+    scales: Callable | None = None  # of calls with FP8 tensors, see `scales_on`
     # Whether FP8 queries become 16-bit ones before they attend to an FP8 cache, which is exact. The
     # forward kernel takes them only so.
     widens_q: bool = False
@@ -118,7 +113,7 @@ class PreparedAttention:
         """What follows from a valid call for all kinds of calls."""
         integers, scales = [getattr(call, name) for name in INTEGERS], None
         if call.is_fp8 or call.has_fp8_cache:
-            scales = Scales.on(call.q.device, call.heads_kv, call.q.dtype == FP8_DTYPE)
+            scales = scales_on(call.q.device, call.heads_kv, call.q.dtype == FP8_DTYPE)
         shape, q = call.out_shape, call.q
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         is_out_like_q = q == q._replace(shape=shape, stride=strides, dtype=dtype_of_output(q.dtype))
@@ -170,7 +165,7 @@ class PreparedAttention:
             values["address_of_lse"] = lse.data_ptr()
         if self.scales is not None:
             batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
-            descales = self.scales.of(batch, *map(values.get, DESCALES))
+            descales = self.scales(batch, *map(values.get, DESCALES))
             if self.widens_q:
                 scale_k, scale_v, scale_q = descales
                 descales = scale_k * scale_q, scale_v
@@ -363,7 +358,9 @@ class PreparedAppend:
     def of(cls, call: AttentionCall, options: Options, has_tiles: bool) -> "PreparedAppend":
         """Load the kernel. `has_tiles` says whether the forward kernel may attend."""
         kernel, is_rotary = append_kernel(call, options, has_tiles), call.rotary_cos is not None
-        entry = load_kernel(kernel) if call.q.device.type == "cuda" else HostAppend(kernel)
+        entry: Callable = functools.partial(append_tokens, kernel)
+        if call.q.device.type == "cuda":
+            entry = load_kernel(kernel)
         named: dict[str, Any] = {name: FromCall(to) for name, to in NAMES_OF_APPEND.items()}
         named["query_step"] = query_step(options)
         seqlen_new = None if kernel.writes_lengths else call.k_new.shape[1]

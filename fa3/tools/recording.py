@@ -4,7 +4,7 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.execution import PreparedPlan
-from fa3.calls.prepare import Scales
+from fa3.calls.prepare import scales_on
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
 from fa3.planning.planner import Plan, check_plan
@@ -97,7 +97,7 @@ def run_recorded(
     """Run the instrumented kernel `RUNS` times; return output and last notes."""
     spec, head_dim, descales = plan.problem.spec, q.shape[-1], None
     if spec.is_fp8:
-        descales = Scales.on(q.device, k.shape[2], True).of(k.shape[0], None, None, None)
+        descales = scales_on(q.device, k.shape[2], True)(k.shape[0])
     out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=getattr(torch, spec.out_dtype))
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     width = len(Note._fields)
