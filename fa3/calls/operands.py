@@ -110,11 +110,6 @@ class Operand(NamedTuple):
                 f"{name} must be on {other.device} like {other_name}{also}, got {self.device}"
             )
 
-    def check_same_kind(self, name: str, q: "Operand") -> None:
-        """Raise unless a tensor has q's dtype and device."""
-        self.check_dtype(name, q.dtype, like_q=True)
-        self.check_device(name, "q", q)
-
     def check_head_dim(
         self, name: str, unit: int = HEAD_DIM_UNIT, where: str = "", most: int = MAX_HEAD_DIM
     ) -> None:
