@@ -44,19 +44,11 @@ FP8_HEAD_DIM_UNIT = 32
 """Head sizes are multiples of so many where queries are multiplied in FP8, as a WGMMA wants."""
 
 
-class Element(NamedTuple):
-    """What follows from a dtype."""
-
-    bytes: int  # of an element
-    holds_powers: bool  # whether it has the range of fp32, as sums and O have
-
-
-ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}
-"""What q, k, v and out may be made of."""
-
 FP8 = "float8_e4m3fn"
 """What q, k and v may be made of in a forward pass whose out is in 16 bits; and caches."""
-FP8_BYTES = 1  # bytes of an element in FP8
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, FP8: 1}
+"""What q, k, v and, except for FP8, out may be made of; bytes of an element."""
 
 KEYS_OF_GROUP = 16  # keys of a group in V^T, see `fa3.primitives.fp8_compute`
 
@@ -66,7 +58,8 @@ class AttentionSpec:
     """All that changes generated code except tiling: the compile key.
 
     Attributes:
-        dtype: element type of q, k and v: one of `ELEMENTS`, which out has too, or `FP8`.
+        dtype: element type of q, k and v: one of `ELEMENT_BYTES`, which out has too but for
+            `FP8`.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
         mask: a mask of `fa3.scores.masks`, which is not imported here; its compile-time half.
@@ -94,9 +87,14 @@ class AttentionSpec:
         return self.dtype == FP8
 
     @property
-    def element(self) -> Element:
-        """What q, k and v are made of."""
-        return Element(FP8_BYTES, False) if self.is_fp8 else ELEMENTS[self.dtype]
+    def element_bytes(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def holds_powers(self) -> bool:
+        """Whether P has the range of fp32, as sums and O have."""
+        return self.dtype == "bfloat16"
 
     @property
     def out_dtype(self) -> str:
@@ -106,7 +104,7 @@ class AttentionSpec:
     @property
     def key_bytes(self) -> int:
         """Bytes of one key and its value."""
-        return self.element.bytes * (self.head_dim + self.head_dim_v)
+        return self.element_bytes * (self.head_dim + self.head_dim_v)
 
     @property
     def modifier_types(self) -> tuple[tuple[str, int], ...]:
@@ -198,8 +196,8 @@ class Problem:
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
         spec = self.spec
-        out_bytes = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v
-        return rows_q * (spec.element.bytes * spec.head_dim + out_bytes) + rows_k * spec.key_bytes
+        out_bytes = ELEMENT_BYTES[spec.out_dtype] * spec.head_dim_v
+        return rows_q * (spec.element_bytes * spec.head_dim + out_bytes) + rows_k * spec.key_bytes
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, window: Window) -> int:

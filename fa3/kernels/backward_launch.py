@@ -117,11 +117,11 @@ class BackwardConfig:
         scores = self.tile_m * self.tile_n * self.stages * (2 if self.warpgroups_share_keys else 1)
         sums = self.pieces(head_dim).numbers_in_flight
         numbers = STATISTICS * self.tile_m * self.stages + sums
-        return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
+        return spec.element_bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
 
     def registers(self, spec: AttentionSpec) -> int:
         """Registers of an MMA thread for fragments, where most are live."""
-        element = spec.element.bytes
+        element = spec.element_bytes
         gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.column_splits
         scores = ROWS * self.queries // WARPGROUP
         rounded = scores * element // FLOAT_BYTES

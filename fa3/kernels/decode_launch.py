@@ -11,7 +11,7 @@ from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.warp_attention import AFTER_ROW, MMA_ROWS
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import FP8, FP8_BYTES, AttentionSpec
+from fa3.problem import ELEMENT_BYTES, FP8, AttentionSpec
 
 TILE_N = 64  # keys of a key block
 
@@ -35,9 +35,9 @@ class DecodeConfig:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv, is_fp8 = TILE_N * (head_dim + head_dim_v), self.converted_stages or self.keys_by_warp
-        loaded = self.kv_stages * (FP8_BYTES if is_fp8 else spec.element.bytes)
-        converted = spec.element.bytes * self.converted_stages
-        q = spec.element.bytes * self.q_stages * self.rows_of_q(head_dim) * head_dim
+        loaded = self.kv_stages * (ELEMENT_BYTES[FP8] if is_fp8 else spec.element_bytes)
+        converted = spec.element_bytes * self.converted_stages
+        q = spec.element_bytes * self.q_stages * self.rows_of_q(head_dim) * head_dim
         sums = self.keys_by_warp * ROWS * (head_dim_v + AFTER_ROW) * FLOAT_BYTES
         return q + (loaded + converted) * kv + sums + 1024
 

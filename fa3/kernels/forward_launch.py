@@ -17,7 +17,7 @@ from fa3.primitives.wgmma import (
     ROWS,
     WARPGROUP,
 )
-from fa3.problem import ELEMENTS, FP8, FP8_BYTES, KEYS_OF_GROUP, AttentionSpec
+from fa3.problem import ELEMENT_BYTES, FP8, KEYS_OF_GROUP, AttentionSpec
 
 FEWEST_ROWS = ROWS * min(REGISTERS)  # query rows of a tile, at least
 OTHER_REGISTERS = 24  # registers that a consumer thread needs besides its fragments of S, P and O
@@ -103,8 +103,8 @@ class ForwardConfig:
         columns = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
         converted = self.converted_stages * self.tile_n * columns
         o = self.tile_m * head_dim_v if self.own_o else 0
-        element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
-        loaded *= FP8_BYTES if self.converted_stages else element
+        element, out = spec.element_bytes, ELEMENT_BYTES[spec.out_dtype]
+        loaded *= ELEMENT_BYTES[FP8] if self.converted_stages else element
         return element * (q + converted) + loaded + out * o + 1024
 
     def validate(self, spec: AttentionSpec, has_fp8_cache: bool = False) -> None:
@@ -157,7 +157,7 @@ class ForwardConfig:
                     f"own_o=False stages {ROWS} rows of O in a stage of V and needs tile_n to be "
                     f"{ROWS} or more, got {self.tile_n}"
                 )
-        if self.fixed_row_max and not spec.element.holds_powers:
+        if self.fixed_row_max and not spec.holds_powers:
             raise ValueError(f"fixed_row_max must be False with {spec.dtype}: its range is small")
         if self.fixed_row_max and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_row_max must be False with a score of your own")

@@ -62,7 +62,7 @@ class TileKey(NamedTuple):
             config.tile_n,
             config.cluster,
             not config.fixed_row_max,
-            spec.element.bytes,
+            spec.element_bytes,
         )
 
 

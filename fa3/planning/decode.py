@@ -456,7 +456,7 @@ def config_of(
             return shared_config(spec)
         return fp8_config(spec, gathers)
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
-    block = spec.element.bytes * TILE_N * columns
+    block = spec.element_bytes * TILE_N * columns
     one, two = (
         DecodeConfig(max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))

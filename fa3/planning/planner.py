@@ -24,7 +24,7 @@ from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import (
-    ELEMENTS,
+    ELEMENT_BYTES,
     FP8,
     FP8_HEAD_DIM_UNIT,
     HEAD_DIM_UNIT,
@@ -258,10 +258,10 @@ def check_arguments(
             check_type(f"{owner}.{name}", size, int)
             if size < least:
                 raise ValueError(f"{owner}.{name} must be {least} or more, got {size}")
-    if not spec.is_fp8 and spec.dtype not in ELEMENTS:
-        kinds = [*ELEMENTS, FP8]
+    if spec.dtype not in ELEMENT_BYTES:
+        kinds = [*ELEMENT_BYTES]
         raise ValueError(f"problem.spec.dtype must be one of {kinds}, got {spec.dtype!r}")
-    outs = [*ELEMENTS] if spec.is_fp8 else [None]
+    outs = [one for one in ELEMENT_BYTES if one != FP8] if spec.is_fp8 else [None]
     if spec.fp8_out not in outs:
         raise ValueError(
             f"problem.spec.fp8_out must be one of {outs} with {spec.dtype}, got {spec.fp8_out!r}"

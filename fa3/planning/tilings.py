@@ -144,7 +144,7 @@ class Tiling(NamedTuple):
     def fits(self, spec: AttentionSpec) -> bool:
         """Whether the row's config can run a spec."""
         return (
-            spec.element.bytes == self.element_bytes
+            spec.element_bytes == self.element_bytes
             and (self.config.converted_stages > 0) == (spec.is_fp8 and not spec.transposed_v)
             and spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
@@ -254,7 +254,7 @@ def takes_fixed_row_max(spec: AttentionSpec) -> bool:
     """Whether a fixed row max is possible and will rarely fail.
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
     up to `SLACK` powers of two no row can fail, so none needs to be marked."""
-    if ROW_MAX == "online" or not spec.element.holds_powers:
+    if ROW_MAX == "online" or not spec.holds_powers:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores
