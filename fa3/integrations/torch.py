@@ -19,7 +19,7 @@ the backward pass are two words: fa3's are int64 where torch's are uint64. So fa
 drew to torch's kernel, and that kernel complains of what fa3 drew.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -191,14 +191,11 @@ class Routed:
         try:
             # Autograd is above: it has noted what it needs.
             with torch.no_grad():
-                return self.kernel(self.bound(arguments, named))
+                with refusing():  # for unknown arguments
+                    call = AtenArguments(**dict(zip(self.names, arguments, strict=False)), **named)
+                return self.kernel(call)
         except Refused:
             return self.stock(keys, *arguments, **named)
-
-    def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
-        """Return a call's arguments; raise `Refused` for unknown ones."""
-        with refusing():
-            return AtenArguments(**dict(zip(self.names, arguments, strict=False)), **named)
 
 
 # ----------------------------------------------------------------------------------- kernels

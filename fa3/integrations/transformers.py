@@ -65,8 +65,7 @@ class AfterPadding(Mask):
     def key_range(self, rows):
         return self.begin[rows.batch], rows.seqlen_k
 
-    def open_range(self, rows):
-        return self.begin[rows.batch], rows.seqlen_k
+    open_range = key_range
 
 
 @dataclass(frozen=True)
