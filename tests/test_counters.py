@@ -167,6 +167,31 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
     assert table.numbers.tolist() == [0, 1, 2]
 
 
+def test_tables_know_the_streams_of_all_threads(monkeypatch):
+    """Torch may otherwise use a table's memory again before a thread's launches have read it."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    table = Table(Mock(device=CPU))
+    for stream in (5, 5, PER_THREAD, PER_THREAD, 6):
+        assert table.on(stream, None) is table.numbers
+    assert table.numbers.record_stream.call_count == 4
+
+
+def test_a_finalizer_may_fill_the_reserve_while_it_is_filled(monkeypatch):
+    reserve, made = Reserve(), []
+
+    def make(*_):
+        made.append(torch.zeros(RESERVE, dtype=torch.int32))
+        if len(made) == 1:
+            reserve.fill(Mock(type="cuda"))
+        return made[-1]
+
+    monkeypatch.setattr(memory, "idle_stream", lambda device: Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(memory, "make_in_thread", make)
+    reserve.fill(Mock(type="cuda"))
+    assert len(made) == 2 and reserve.take(4) is not None
+
+
 @pytest.mark.parametrize("capture", [None, Capture(0)], ids=["eager", "captured"])
 def test_loans_are_apart_and_as_large_as_asked(capture):
     """Calls of three kinds, up to five at a time, of which some are interrupted."""

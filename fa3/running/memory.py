@@ -75,7 +75,7 @@ class Capture:
 
 LIVE: dict[int, Capture] = {}  # captures by CUDA's capture number, which is unique in a process
 
-LOCK = threading.Lock()
+LOCK = threading.RLock()  # of `LIVE`. A finalizer may run, and call attention, while it is held.
 
 
 LEGACY = 0  # the handle of the default stream, which cannot be captured
@@ -198,7 +198,8 @@ class Table:
             capture.keep(self.numbers)
         elif stream not in self.streams:
             self.numbers.record_stream(torch.cuda.current_stream(self.numbers.device))
-            self.streams.add(stream)
+            if stream != PER_THREAD:
+                self.streams.add(stream)
         return self.numbers
 
 
@@ -220,7 +221,8 @@ class Reserve:
     Memory allocated during a capture belongs to torch, which takes it back when that ends."""
 
     free: torch.Tensor | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    # A finalizer may run, and call attention, while it is held.
+    lock: threading.RLock = field(default_factory=threading.RLock)
     is_low: bool = True  # whether few are left, so that calls outside of captures should fill it
 
     def fill(self, device: torch.device) -> None:
