@@ -126,7 +126,7 @@ def test_the_plan_is_that_of_the_call(shape, capsys):
     )
     options = Options(Window(right=0), kind=DENSE)
     call = prepare_call(describe_tensors({"q": q, "k": k, "v": k}, options), options)
-    expected = [describe_kernel(launch.kernel) for launch in call.kernels.plan.launches()]
+    expected = [describe_kernel(launch.kernel) for launch in call.run.args[0].launches()]
     printed = printed_plan(capsys, "--gpu", "H200", "--shape", shape, "--causal")
     assert printed["Kernels"] == expected
     assert expected[0].startswith("decode" if seqlen_q < 100 else "forward")
@@ -148,16 +148,18 @@ def test_a_plan_on_a_cache_is_that_of_the_call(queries, name, appends, page_size
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
     call = AttentionCall(operand(3, queries, 8, 128), cache, cache, new, new, page_table=pages)
-    made = prepare_on_cache(call, Options(Window(right=0)))
+    run, is_tiled = prepare_on_cache(call, Options(Window(right=0)))
+    assert is_tiled == (name == "forward")
     arguments = ["--shape", f"3,{queries},4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends
     printed = printed_plan(capsys, "--call", "cache", "--gpu", "H200", *arguments)
     if name == "decode":
-        launches = made.plan.launches()
+        launches = run.args[0].launches()
     else:
-        launches = launches_of_route(made.packed.signature, name)
+        packed = run.__self__.packed
+        launches = launches_of_route(packed.signature, name)
         sizes = PackedSizes(3, 8, 3 * queries, 0, queries, 4096)
-        assert printed["Rule"][0].endswith(made.packed.find(sizes)[0].reason + ".")
+        assert printed["Rule"][0].endswith(packed.find(sizes)[0].reason + ".")
     expected = ["append"] * appends + [describe_kernel(one.kernel) for one in launches]
     assert printed["Kernels"] == expected
     assert (" us predicted, " in printed["Time"][0]) == (name == "decode")
@@ -175,7 +177,7 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, shape.split(","))
     q, k, v = (operand(1, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv))
     options = Options(Window(right=0), kind=PACKED)
-    call = prepare_call(packed_operands(q=q, k=k, v=v), options).kernels
+    call = prepare_call(packed_operands(q=q, k=k, v=v), options).run.__self__
     rows = batch * seqlen_q, batch * seqlen_k
     route, _ = call.find(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
     launches = launches_of_route(call.signature, route.name, route.most_queries)

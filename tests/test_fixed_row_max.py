@@ -15,7 +15,7 @@ from reference import check_attention, dense
 from score_problems import RelativeBias
 
 import fa3
-from fa3.calls.execution import PreparedPlan, launcher
+from fa3.calls.execution import attend_by, launcher
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
@@ -114,7 +114,7 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
     lse = q.new_full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32)
-    prepared, found = PreparedPlan.of(plan, q.device).prepared, set()
+    prepared, found = attend_by(plan, q.device).__self__, set()
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))

@@ -16,7 +16,7 @@ from gpu_checks import used_counters
 
 import fa3
 from fa3.calls import execution
-from fa3.calls.execution import PackedCall, PreparedPlan
+from fa3.calls.execution import PackedCall, attend_by
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
@@ -120,15 +120,15 @@ def packed(name: str) -> PackedCall:
 
 with pytest.MonkeyPatch.context() as stubs:
     stubs.setattr(execution, "load_kernel", stub_of)
-    DECODES = PreparedPlan.of(DecodePlan.of_dense(PROBLEM, H200), GPU)
+    DECODES = attend_by(DecodePlan.of_dense(PROBLEM, H200), GPU)
     CONFIG = replace(choose_config(PROBLEM, H200), fixed_row_max=True)
-    DENSE = PreparedPlan.of(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), GPU)
+    DENSE = attend_by(plan_forward(PROBLEM, H200, CONFIG, "dynamic"), GPU)
     ALONE, SPLITS, SHARES = map(packed, (FORWARD, SPLIT, SHARED))
 
 
 CALLS = {
-    "decode": lambda: DECODES.attend(dict(PACKED_VALUES)),
-    "dense": lambda: DENSE.attend(dict(VALUES)),
+    "decode": lambda: DECODES(dict(PACKED_VALUES)),
+    "dense": lambda: DENSE(dict(VALUES)),
     "packed": lambda: ALONE.attend(dict(PACKED_VALUES)),
     "split on the GPU": lambda: SPLITS.attend(dict(PACKED_VALUES)),
     "shared tiles": lambda: SHARES.attend(dict(PACKED_VALUES)),

@@ -127,7 +127,7 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     model = MODELS[name]
     compiled = set(warmup.kernels_of(model, ("paged",), (PAGE_SIZE,), None))
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
-        kernels = prepare_on_pages(model, window, *sizes).kernels
+        kernels = prepare_on_pages(model, window, *sizes).run.__self__
         if isinstance(kernels, PackedCall):
             kernels.prepared(SPLIT, 0)
             early = set(loaded)
@@ -158,7 +158,7 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
         )  # fmt: skip
         options = Options(window, model.softcap, kind=PACKED_KEYS)
         execution.packed_call.cache_clear()
-        call = prepare.prepare_call.__wrapped__(described, options).kernels
+        call = prepare.prepare_call.__wrapped__(described, options).run.__self__
         call.prepared(SPLIT, 0)
         for queries, overlaps_forward in product(() if model.is_fp8 else QUERIES, (False, True)):
             call.prepared(BOTH if overlaps_forward else DECODE, queries)
@@ -198,7 +198,7 @@ def met(monkeypatch):
     """Note the kernels of all calls, which compute nothing."""
     found: dict = {}
 
-    def of_plan(plan, *rest):
+    def of_plan(plan, *rest, **named):
         found.update((launch.kernel, None) for launch in plan.launches())
 
     def of_packed(call, values):

@@ -13,7 +13,6 @@ from score_problems import Recipe
 
 import fa3
 from fa3.calls import attention
-from fa3.calls.execution import PreparedPlan
 from fa3.planning.costs import H100, H200
 from fa3.planning.decode import MOST_ROWS, DecodePlan
 from fa3.planning.explanation import duration
@@ -38,14 +37,14 @@ def attend(problem: Problem, where="cpu", seed: int = 0, **options):
     return operands, found
 
 
-def how(problem: Problem, **options) -> PreparedPlan:
-    """What runs a call of the problem."""
+def how(problem: Problem, **options) -> Plan | DecodePlan:
+    """The plan of a call of the problem."""
     prepare = Mock(wraps=attention.prepare_call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "prepare_call", prepare)
         fa3.flash_attn_func(*make_operands(problem), window_size=problem.window, **options)
     prepare.assert_called_once()
-    return attention.prepare_call(*prepare.call_args.args).kernels
+    return attention.prepare_call(*prepare.call_args.args).run.args[0]
 
 
 # ------------------------------------------------------------------------------------ results
@@ -125,12 +124,12 @@ def test_many_queries_are_not(gpu):
 
 def test_calls_choose():
     many = make_problem(1, 300, 300, 1, 4, 64)
-    assert how(FEW).plan == DecodePlan.of_dense(FEW, H200)
-    for call in (how(many), how(FEW, pack_gqa=False), how(FEW, schedule="list")):
-        assert isinstance(call.plan, Plan)
-    assert isinstance(how(many, pack_gqa=True).plan, DecodePlan)
-    assert how(FEW, plan=plan_forward(FEW)).plan == plan_forward(FEW)
-    margin = how(FEW, sm_margin=100).plan
+    assert how(FEW) == DecodePlan.of_dense(FEW, H200)
+    for plan in (how(many), how(FEW, pack_gqa=False), how(FEW, schedule="list")):
+        assert isinstance(plan, Plan)
+    assert isinstance(how(many, pack_gqa=True), DecodePlan)
+    assert how(FEW, plan=plan_forward(FEW)) == plan_forward(FEW)
+    margin = how(FEW, sm_margin=100)
     assert margin.num_ctas == margin.cut.num_ctas == H200.num_sms - 100
 
 

@@ -71,14 +71,14 @@ def launches(monkeypatch) -> list[dict]:
     launched, prepare = [], attention.prepare_call
 
     def prepare_on_gpu(*key):
-        kernels = (call := prepare(*key)).kernels
+        packed = (call := prepare(*key)).run.__self__
 
         def find(sizes):
-            route, _ = kernels.find(sizes)
-            made = prepared_for(sizes, Prepared((), frozenset()), kernels.signature, route)
+            route, _ = packed.find(sizes)
+            made = prepared_for(sizes, Prepared((), frozenset()), packed.signature, route)
             return route, SimpleNamespace(run=lambda call: launched.append(call | made.numbers))
 
-        return replace(call, kernels=replace(kernels, find=find), has_host_integers=False)
+        return replace(call, run=replace(packed, find=find).attend, has_host_integers=False)
 
     monkeypatch.setattr(attention, "prepare_call", prepare_on_gpu)
     return launched

@@ -193,7 +193,7 @@ def test_names_of_other_kernels_are_in_the_documentation():
     backward = BackwardPlan.of(problem, is_ordered=True).kernels
     kernels += [backward.preprocess, backward.main]
     call = call_on_cache(PRESETS["llama3-8b"], 1, None)
-    kernels += [prepare_on_cache(call, Options(CAUSAL, num_splits=4)).plan.kernel()]
+    kernels += [prepare_on_cache(call, Options(CAUSAL, num_splits=4))[0].args[0].kernel()]
     kernels += [Append("bfloat16", 64, 64, True, False, False, None)]
     names = list(map(describe_kernel, kernels))
     check_words(names)

@@ -120,31 +120,22 @@ def code_of_call(arguments: str) -> CodeType:
     return compile(f"lambda values: kernel({arguments})", __name__, "eval")
 
 
-class PreparedPlan(NamedTuple):
-    """How calls run that one plan serves, whatever their lengths are."""
+Attend = Callable[[dict[str, Any]], None]
+"""Writes out and, unless it is None, the log-sum-exp. There are queries and keys. It takes a call's
+values by name, see `PreparedAttention.attend`."""
 
-    plan: Plan | DecodePlan
-    prepared: Prepared | None  # its launches; None on the CPU
 
-    @classmethod
-    def of(
-        cls, plan: Plan | DecodePlan, device: torch.device, launches: tuple[Launch, ...] = ()
-    ) -> "PreparedPlan":
-        """Load the kernels of a plan or of launches; none on CPUs."""
-        if device.type == "cpu":
-            return cls(plan, None)
+def attend_by(
+    plan: Plan | DecodePlan, device: torch.device, launches: tuple[Launch, ...] = ()
+) -> Attend:
+    """Load the kernels of a plan or of launches; none on CPUs.
+    What is returned serves calls of any lengths."""
+    if device.type == "cuda":
         table = None if plan.table is None else Table.upload(plan.table, device)
-        return cls(plan, Prepared.of(launches or plan.launches(), plan.memory, table))
-
-    def attend(self, values: dict[str, Any]) -> None:
-        """Write out and, unless None, the log-sum-exp; there are queries and keys.
-        `values` are of the call, by name; see `PreparedAttention.attend`."""
-        if self.prepared is not None:
-            self.prepared.run(values)
-        elif isinstance(self.plan, Plan):
-            execute(self.plan, values)
-        else:
-            execute_decode(self.plan, values, self.plan.sizes.capacity)
+        return Prepared.of(launches or plan.launches(), plan.memory, table).run
+    if isinstance(plan, Plan):
+        return functools.partial(execute, plan)
+    return functools.partial(execute_decode, plan, max_seqlen_k=plan.sizes.capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +227,17 @@ def prepared_for(
     numbers |= {"total_q": total_q, "total_k": most_keys if signature.cache else total_k}
     if route.name == routes.SHARED:
         num_tiles = -(-total_q // signature.shared_tiling.tile_m)
+        tables, num_marked = [("tiles", num_tiles), ("table", batch)], batch * heads
         numbers |= {
             "num_tiles": num_tiles,
             "num_clusters": min(num_sms, num_tiles * heads),
-            "num_recompute": min(num_sms, batch * heads),
+            "num_recompute": min(num_sms, num_marked),
         }
-        tables = [("tiles", words_of_table(num_tiles)), ("table", words_of_table(batch))]
-        memory = Memory((("marks", words_of_marks(batch * heads)),))
     else:
         tile_m, tile_n = signature.config.tile_m, signature.config.tile_n
         capacity = number_of_packed_tiles(total_q, batch, tile_m)
-        num_tiles = capacity * heads
-        num_ctas = min(num_sms, num_tiles)
+        tables, num_marked = [("table", capacity)], capacity * heads
+        num_ctas = min(num_sms, num_marked)
         numbers |= {
             "capacity": capacity,
             "shift": shift_of_work(most_keys, tile_n),
@@ -256,19 +246,18 @@ def prepared_for(
             "num_clusters": num_ctas,
             "num_recompute": num_ctas,
         }
-        tables = [("table", words_of_table(capacity))]
         if "segments" in prepared.names:
-            num_slots = most_slots(num_tiles, num_sms)
+            num_slots = most_slots(num_marked, num_sms)
             memory = Memory.of_parts(num_slots, tile_m, signature.spec.head_dim_v)
-            segments = "segments", segment_rows(num_tiles) * num_sms * FIELDS, "int32"
-            kept = *memory.kept, segments
+            words = segment_rows(num_marked) * num_sms * FIELDS
+            kept = *memory.kept, ("segments", words, "int32")
             memory = memory._replace(parts=prepared.memory.parts, kept=kept)
             numbers |= {"heads": heads, "num_slots": num_slots, "num_clusters": num_sms}
-        marks = [("marks", words_of_marks(num_tiles))] * ("marks" in prepared.names)
-        memory = memory._replace(counters=(*memory.counters, *marks))
+    marks = [("marks", words_of_marks(num_marked))] * ("marks" in prepared.names)
     # Exactly so many: kernels count a table's tiles, and place marks, by its size.
-    kept = *memory.kept, *[(name, count, "int32") for name, count in tables]
-    return replace(prepared, memory=memory._replace(kept=kept), numbers=numbers)
+    kept = *memory.kept, *[(name, words_of_table(count), "int32") for name, count in tables]
+    memory = memory._replace(counters=(*memory.counters, *marks), kept=kept)
+    return replace(prepared, memory=memory, numbers=numbers)
 
 
 class EqualQueries(NamedTuple):
@@ -303,24 +292,23 @@ class EqualQueries(NamedTuple):
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def decode_alone(signature: Signature, most_queries: int, device: torch.device) -> PreparedPlan:
+def decode_alone(signature: Signature, most_queries: int, device: torch.device) -> Attend:
     """How calls on a cache run that the decode kernel serves alone."""
     plan = signature.decode_plan(most_queries, overlaps_forward=False)
     if device.type == "cuda" and plan.cut.has_parts:
         memory = torch.cuda.get_device_properties(device).total_memory
         check_workspace(plan.workspace, plan.spec.head_dim_v, signature.capacity, memory)
-    return PreparedPlan.of(plan, device)
+    return attend_by(plan, device)
 
 
 packed_call = functools.lru_cache(maxsize=REMEMBERED)(PackedCall.of)
 """What calls with packed queries lead to, whatever the number of their sequences is."""
 
 
-def prepare_on_cache(
-    call: AttentionCall, options: Options
-) -> PreparedPlan | PackedCall | EqualQueries:
+def prepare_on_cache(call: AttentionCall, options: Options) -> tuple[Attend, bool]:
     """Choose how calls on a cache run, and load their kernels.
-    The call is valid, and has room for keys and queries."""
+    The call is valid, and has room for keys and queries. Also says whether the forward kernel may
+    have a part in it."""
     device = call.q.device
     on_gpu = device.type == "cuda"
     window = options.window.tighten(MOST_RAGGED_ROWS, call.capacity)
@@ -351,7 +339,7 @@ def prepare_on_cache(
         # count, except in how keys are cut, and how many CTAs serve an FP8 cache.
         if not (call.is_packed and signature.may_split) or call.has_fp8_cache:
             signature = replace(signature, batch=call.batch)
-        return decode_alone(signature, most_queries, device)
+        return decode_alone(signature, most_queries, device), False
     made = packed_call(signature, on_gpu)
     # Now, since no length may cause a compilation.
     routes_to_load = [(name, most_queries)]
@@ -362,9 +350,9 @@ def prepare_on_cache(
     for route in routes_to_load if made.prepared else ():
         made.prepared(*route)
     if call.is_packed:
-        return made
+        return made.attend, True
     _, prepared = made.find(sizes)
     if prepared is not None and not is_capturing(device):
         ends = Table.upload(np.arange(0, rows + 1, call.seqlen_q, dtype=np.int32), device)
         prepared = replace(prepared, table=ends, name_of_table="cu_seqlens_q")
-    return EqualQueries(made, sizes, prepared)
+    return EqualQueries(made, sizes, prepared).attend, True

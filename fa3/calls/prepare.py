@@ -16,7 +16,7 @@ import torch
 from fa3.calls.backward import preparation_of
 from fa3.calls.call import DESCALES, INTEGERS, MOST_RAGGED_ROWS, AttentionCall, check_tensors
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.execution import EqualQueries, PreparedPlan, launcher, packed_call, prepare_on_cache
+from fa3.calls.execution import Attend, attend_by, launcher, packed_call, prepare_on_cache
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -83,8 +83,7 @@ class PreparedAttention:
     """What calls of a description lead to, whatever their packed lengths are."""
 
     description: AttentionCall
-    # How they run, with a method `attend`; None if there is no key, or no query.
-    kernels: Any
+    run: Attend | None  # how they run; None if there is no key, or no query
     # shapes, dtype: of out, contiguous on q's device, and of the log-sum-exp.
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
@@ -108,7 +107,7 @@ class PreparedAttention:
 
     @classmethod
     def of(
-        cls, call: AttentionCall, options: Options, kernels: Any, **rest: Any
+        cls, call: AttentionCall, options: Options, run: Attend | None, **rest: Any
     ) -> "PreparedAttention":
         """What follows from a valid call for all kinds of calls."""
         integers, scales = [getattr(call, name) for name in INTEGERS], None
@@ -119,7 +118,7 @@ class PreparedAttention:
         is_out_like_q = q == q._replace(shape=shape, stride=strides, dtype=dtype_of_output(q.dtype))
         return cls(
             call,
-            kernels,
+            run,
             shape,
             call.lse_shape,
             dtype_of_output(q.dtype),
@@ -176,11 +175,11 @@ class PreparedAttention:
             self.append.run(values, out if is_new else None)
         if ends_q is not None and not q.shape[0]:
             return out, lse
-        if self.kernels is None:
+        if self.run is None:
             if ends_q is None or ends_q.shape[0] > 1:
                 hide_all_keys(values)
             return out, lse
-        self.kernels.attend(values)
+        self.run(values)
         return out, lse
 
 
@@ -220,16 +219,16 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return {"kernels": None, "problem": problem}
+        return {"run": None, "problem": problem}
     if not is_planned:
         plan = (plan_dense if device.type == "cpu" else plan_call)(problem, gpu, pack_gqa)
     elif plan is None:
         plan = plan_forward(problem, gpu, schedule=schedule)
-    kernels = PreparedPlan.of(plan, device)
+    run = attend_by(plan, device)
     # A plan may have been made for a GPU with more SMs, or fewer.
     gpu = replace(gpu, num_sms=min(plan.gpu.num_sms, gpu.num_sms))
     backward = preparation_of(problem, gpu)
-    return {"kernels": kernels, "problem": problem, "prepare_backward": backward}
+    return {"run": run, "problem": problem, "prepare_backward": backward}
 
 
 def problem_posed_by(
@@ -305,9 +304,9 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    kernels = packed_call(signature, device.type == "cuda")
+    run = packed_call(signature, device.type == "cuda").attend
     backward = preparation_of(problem, gpu)
-    return {"kernels": kernels, "problem": problem, "prepare_backward": backward}
+    return {"run": run, "problem": problem, "prepare_backward": backward}
 
 
 # ---------------------------------------------------------------------------- calls on a cache
@@ -317,15 +316,14 @@ def fields_of_cached(call: AttentionCall, options: Options) -> dict[str, Any]:
     """Load kernels of a call on a cache; return its `PreparedAttention`'s fields."""
     gpu_for_call(call.q.device, options.sm_margin)
     has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
-    append, kernels, most = None, None, MOST_RAGGED_ROWS
+    append, run, is_tiled, most = None, None, False, MOST_RAGGED_ROWS
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        kernels = prepare_on_cache(call, options)
+        run, is_tiled = prepare_on_cache(call, options)
     if has_room and call.k_new is not None and call.batch:
-        has_tiles = call.is_packed or isinstance(kernels, EqualQueries)
-        append = PreparedAppend.of(call, options, has_tiles)
+        append = PreparedAppend.of(call, options, call.is_packed or is_tiled)
         most = min(most, MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)))
-    widens_q = call.q.dtype == FP8_DTYPE and not isinstance(kernels, PreparedPlan | None)
-    return {"kernels": kernels, "most_queries": most, "append": append, "widens_q": widens_q}
+    widens_q = is_tiled and call.q.dtype == FP8_DTYPE
+    return {"run": run, "most_queries": most, "append": append, "widens_q": widens_q}
 
 
 def query_step(options: Options) -> int:

@@ -3,7 +3,7 @@
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.execution import PreparedPlan
+from fa3.calls.execution import attend_by
 from fa3.calls.prepare import scales_on
 from fa3.complaints import shown
 from fa3.planning.explanation import counted
@@ -106,10 +106,10 @@ def run_recorded(
         "q": q, "k": k, "v": v, "o": out, "lse": None, "address_of_lse": 0, "modifiers": None,
         "softmax_scale": head_dim**-0.5, "descales": descales, "recording": recording,
     }  # fmt: skip
-    prepared = PreparedPlan.of(plan, q.device, plan.launches(is_recorded=True))
+    attend = attend_by(plan, q.device, plan.launches(is_recorded=True))
     for _ in range(RUNS):
         recording.zero_()
-        prepared.attend(dict(values))
+        attend(dict(values))
     count, *numbers = recording.tolist()
     return out, [Note(*numbers[i * width : (i + 1) * width]) for i in range(count)]
 
