@@ -19,6 +19,12 @@ def kind_of(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless a value is a `kind`; bools are no int."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
+
+
 def not_an_object(name: str, value: object, base: type) -> TypeError:
     """The complaint about a score or a mask that is none."""
     advice = ""

@@ -18,7 +18,6 @@ from reference import visible
 from score_problems import RelativeBias
 
 import fa3
-from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H100, H200, Gpu, Rule, TileCosts, TileKey, shipped_costs
 from fa3.planning.explanation import Candidate
@@ -34,7 +33,7 @@ from fa3.planning.prediction import Load, loads_of_whole_tiles, times_of
 from fa3.planning.tilings import TILINGS, TiledProblem, alternatives, choose_config, configs
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import Window
-from fa3.schedules import SCHEDULES, Dynamic, SingleTile, StaticPersistent, TileList, walk
+from fa3.schedules import SCHEDULES, SingleTile, StaticPersistent, TileList, walk
 from fa3.schedules.split import LEAVE_US, MERGE_US, balance
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
@@ -56,7 +55,8 @@ def test_no_cluster_is_launched_for_nothing(problem, schedule_type):
 
 @given(MANY, st.integers(1, 132))
 def test_persistent_ctas_all_fit_on_the_gpu(problem, num_sms):
-    assert plan_forward(problem, replace(H200, num_sms=num_sms)).grid <= num_sms
+    plan = plan_forward(problem, replace(H200, num_sms=num_sms))
+    assert plan.schedule.num_clusters * plan.config.cluster <= num_sms
 
 
 @pytest.mark.parametrize("seqlen_q", [0, 128, 2048, 1 << 16])
@@ -79,12 +79,12 @@ def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
         assert config.smem_bytes(problem.spec) <= CAPACITY
 
 
-def test_clusters_count_as_one_each_and_ctas_in_the_grid():
+def test_clusters_count_as_one_each():
     problem = make_problem(batch=4, seqlen_q=4096, num_heads_kv=16)
     plan = plan_forward(problem, config=CLUSTER_OF_2)
-    assert (plan.schedule.num_clusters, plan.grid) == (66, 132)
+    assert plan.schedule.num_clusters == 66
     single = plan_forward(problem, config=CLUSTER_OF_2, schedule=SingleTile)
-    assert (single.schedule.num_clusters, single.grid) == (4 * 16 * 16, 4 * 16 * 32)
+    assert single.schedule.num_clusters == 4 * 16 * 16
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -131,11 +131,9 @@ def test_o_is_staged_where_it_has_room():
 
 def test_a_schedule_for_ctas_alone_is_refused_in_pairs():
     config = ForwardConfig(128, 128, q_stages=2, cluster_m=2)
-    complaint = r"^schedule 'dynamic' must have a config with clusters of 1 CTA, got clusters of 2$"
+    complaint = r"^schedule 'dynamic' must have clusters of 1 CTA, got clusters of 2$"
     with pytest.raises(ValueError, match=complaint):
         plan_forward(make_problem(), config=config, schedule="dynamic")
-    with pytest.raises(ValueError, match=r"^Dynamic must have clusters of 1 CTA, got "):
-        Forward(make_problem().spec, config, Dynamic)
     alone = plan_forward(make_problem(), schedule="dynamic")
     with pytest.raises(ValueError, match=complaint):
         check_plan(replace(alone, config=config))

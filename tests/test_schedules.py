@@ -177,7 +177,7 @@ def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
     ],
 )
 def test_an_order_that_is_not_one_is_refused(tiles, error, complaint):
-    with pytest.raises(error, match=f"^schedule {complaint}"):
+    with pytest.raises(error, match=f"^schedule[ .]{complaint}"):
         arranged(3, tiles)
 
 
@@ -503,17 +503,16 @@ def no_blocks(units, places):
 BEGIN, STOP, NUMBERS = 1, 2, 3
 """Columns of units."""
 
-INTEGER = "must have an integer as its"
 CLUSTERS = [
     (0, ValueError, "must have num_clusters from 1 .* got 0$"),
     (-4, ValueError, "must have num_clusters from 1 .* got -4$"),
     (1 << 40, ValueError, r"must have num_clusters .* to \d{10} .* got 1099511627776"),
-    (4.0, TypeError, f"{INTEGER} num_clusters, got 4.0"),
-    (np.int64(4), TypeError, f"{INTEGER} num_clusters"),
+    (4.0, TypeError, "num_clusters must be of type int, got 4.0"),
+    (np.int64(4), TypeError, "num_clusters must be of type int"),
 ]
 OTHERS = [
     (lambda: StaticPersistent(replace(SMALL_ORDER, heads_per_group=2.0), 4), TypeError,
-     f"{INTEGER} order.heads_per_group, got 2.0"),
+     "order.heads_per_group must be of type int, got 2.0"),
     (lambda: replace(Dynamic(SMALL_ORDER, 4), counters=torch.zeros(2).int()), ValueError,
      "must have no counters and no mailbox"),
     (lambda: replace(Dynamic(SMALL_ORDER, 4), mailbox=Endless()), ValueError,
@@ -575,7 +574,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("make", "error", "complaint"), WRONG)
 def test_what_no_kernel_could_walk_is_refused(make, error, complaint):
-    with pytest.raises(error, match=f"^schedule {complaint}"):
+    with pytest.raises(error, match=f"^schedule[ .]{complaint}"):
         check(make())
 
 

@@ -102,8 +102,8 @@ class Forward(AttentionKernel):
         self.config.validate(self.spec, self.cache is not None and self.cache.is_fp8)
         if self.config.cluster > 1 and not self.schedule_type.takes_pairs:
             raise ValueError(
-                f"{self.schedule_type.__name__} must have clusters of 1 CTA, got clusters of "
-                f"{self.config.cluster}"
+                f"schedule {self.schedule_type.name!r} must have clusters of 1 CTA, got clusters "
+                f"of {self.config.cluster}"
             )
         if self.cache is not None and not self.box:
             raise ValueError(f"cache must have its keys in boxes, got {self.cache}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from fa3.complaints import shown
+from fa3.complaints import check_type
 from fa3.primitives import arguments, fp8_compute
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.shared_memory import check_fits, padded
@@ -115,10 +115,8 @@ class ForwardConfig:
             ValueError: the kernel cannot run a field's value.
         """
         for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            kind = int if field.default is MISSING else kind
-            if type(value) is not kind:
-                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {shown(value)}")
+            kind = int if field.default is MISSING else type(field.default)
+            check_type(field.name, getattr(self, field.name), kind)
         for name in ("q_stages", "kv_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

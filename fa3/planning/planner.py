@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fa3.complaints import shown
+from fa3.complaints import check_type, shown
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, least_gain
@@ -62,11 +62,6 @@ class Plan(PlanBase):
     def name(self) -> str:
         """Schedule and tiling in a few characters: "list 128x128"."""
         return f"{self.schedule.name} {describe_config(self.config)}"
-
-    @property
-    def grid(self) -> int:
-        """CTAs to launch."""
-        return self.schedule.num_clusters * self.config.cluster
 
     def kernel(self, is_recorded: bool = False) -> Forward:
         """The kernel to launch; the instrumented one if `is_recorded`."""
@@ -237,9 +232,8 @@ def check_arguments(
     problem: Problem, gpu: Gpu, config: ForwardConfig | None, schedule: str | None
 ) -> None:
     """Raise unless problem and GPU are valid, and the config fits."""
-    for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+    check_type("problem", problem, Problem)
+    check_type("gpu", gpu, Gpu)
     if not isinstance(config, ForwardConfig | None):
         raise TypeError(f"config must be a ForwardConfig or None, got {shown(config)}")
     spec, window = problem.spec, problem.window
@@ -287,7 +281,8 @@ def check_arguments(
         )
     if config is None:
         return
-    config.validate(spec)
+    # The kernel checks both.
+    Forward(spec, config, SCHEDULES[schedule] if schedule else SingleTile)
     if gpu.num_sms < config.cluster:
         raise ValueError(
             f"config has clusters of {config.cluster} CTAs, which do not fit {gpu.num_sms} SMs"
@@ -297,17 +292,6 @@ def check_arguments(
             f"config has cluster_h={config.cluster_h}, which must divide the "
             f"{problem.qhead_per_kvhead} query heads of a key/value head"
         )
-    if schedule and config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
-        raise ValueError(
-            f"schedule {schedule!r} must have a config with clusters of 1 CTA, got clusters of "
-            f"{config.cluster}"
-        )
-
-
-def check_type(name: str, value: object, kind: type) -> None:
-    """Raise TypeError unless a value is a `kind`; bools are no int."""
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
 
 
 # ------------------------------------------------------------------------------- the choice

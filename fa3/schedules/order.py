@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import cutlass.cute as cute
 import numpy as np
 
-from fa3.complaints import shown
+from fa3.complaints import check_type, shown
 from fa3.primitives.arithmetic import LARGEST, Divisor, smaller
 from fa3.scores.masks import Blocks
 
@@ -443,9 +443,9 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be one of fa3.schedules, got {shown(schedule)}")
     for name, size in vars(schedule.order).items():
-        check_integer(f"order.{name}", size)
+        check_type(f"schedule.order.{name}", size, int)
     num_tiles, num_clusters = schedule.order.num_tiles, schedule.num_clusters
-    check_integer("num_clusters", num_clusters)
+    check_type("schedule.num_clusters", num_clusters, int)
     # A walk steps past the last tile by up to two rounds of clusters.
     least, most = min(1, num_tiles), (LARGEST - num_tiles) // 2
     if not least <= num_clusters <= most:
@@ -454,12 +454,6 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
             f"got {num_clusters}"
         )
     schedule.check(first_blocks, end_blocks)
-
-
-def check_integer(name: str, value: object) -> None:
-    """Raise TypeError unless a value is a Python int, which kernels take."""
-    if not isinstance(value, int):
-        raise TypeError(f"schedule must have an integer as its {name}, got {shown(value)}")
 
 
 def entries_of(schedule: TableSchedule) -> np.ndarray:
