@@ -171,11 +171,8 @@ def values_on_host(
     tokens that each sequence gets."""
     seqlens = integers["seqused_k"]
     # Also in an empty batch, where no sequence has it.
-    if isinstance(seqlens, int) and not 0 <= seqlens <= call.capacity:
-        raise ValueError(
-            f"cache_seqlens must be from 0 to {call.capacity}, what the cache holds of a "
-            f"sequence, got {seqlens}"
-        )
+    if isinstance(seqlens, int):
+        check_each("cache_seqlens", [seqlens], call.capacity, IN_CACHE_ROW)
     values = {
         name: [x] * call.batch if isinstance(x, int) else read_back(call.name(name), x)
         for name, x in integers.items()
