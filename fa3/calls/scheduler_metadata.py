@@ -3,7 +3,7 @@
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
 the host can add, where it knows the lengths of equal queries on a cache: that cutting does not pay,
 since whole tiles need no workspace and no merge. Lengths are a hint, so that any are taken. Calls
-check the lengths that they get.
+check what they get, and that metadata was made for it: so nothing else need be checked here.
 """
 
 from typing import NamedTuple
@@ -29,15 +29,7 @@ from fa3.planning.decode import Sizes, whole_tiles_suffice
 from fa3.planning.routes import CACHE, MOST_OF_DECODE, PackedSizes, Signature, choose_route
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import (
-    FP8_UNIT,
-    HEAD_DIM_UNIT,
-    MAX_HEAD_DIM,
-    NO_BOUND,
-    AttentionSpec,
-    Problem,
-    Window,
-)
+from fa3.problem import MAX_HEAD_DIM, NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
 from fa3.settings import check_settings
@@ -84,16 +76,12 @@ class SchedulerMetadata(NamedTuple):
     def check_call(self, call: AttentionCall, options: Options) -> None:
         """Raise ValueError unless this was made for such calls.
         The call's tensors have at least shapes and dtypes."""
-        if call.kind == PACKED and not self.has_packed_queries:
-            raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
-        if (call.kind == PACKED) != self.has_packed_keys:
-            made_for, call_has = ("packed keys", "a cache")[:: 1 if self.has_packed_keys else -1]
-            raise ValueError(f"scheduler_metadata was made for {made_for}, the call has {call_has}")
-        if self.has_packed_queries and not call.is_packed:
-            raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
-        names = "heads_q", "heads_kv", "head_dim", "head_dim_v"
+        names = ["heads_q", "heads_kv", "head_dim", "head_dim_v"]
         if not self.has_packed_keys:
-            names = ("seqlen_q", "batch", *names)
+            names += "seqlen_q", "batch"
+        self.check(has_packed_keys=call.kind == PACKED)
+        if self.has_packed_queries:
+            self.check(has_packed_queries=call.is_packed)
         page_size = None if call.page_table is None else call.page_size
         self.check(
             **{name: getattr(call, name) for name in names}, dtype=call.k.dtype,
@@ -166,7 +154,7 @@ def get_scheduler_metadata(
         headdim: columns of q and k_cache: a multiple of 8 up to 256.
         cache_seqlens: int or (batch_size,) int32, as in the call. With cu_seqlens_k the call's
             seqused_k, or None.
-        qkv_dtype: torch.bfloat16 or torch.float16; torch.float8_e4m3fn for a cache in FP8,
+        qkv_dtype: torch.bfloat16 or torch.float16; torch.float8_e4m3fn for keys in FP8,
             whatever q has.
         headdim_v: columns of v_cache, like headdim, which it is if not given.
         cu_seqlens_k_new: as in the call.
@@ -191,7 +179,7 @@ def get_scheduler_metadata(
     check_settings()
     pack_gqa = default_pack_gqa(pack_gqa, (num_heads_q, headdim), (num_heads_kv, headdim))
     options = named_options(
-        CACHED,
+        CACHED if cu_seqlens_k is None else PACKED,
         {"causal": causal, "attention_chunk": attention_chunk, "num_splits": num_splits,
          "sm_margin": sm_margin, "pack_gqa": pack_gqa},
     )  # fmt: skip
@@ -201,13 +189,15 @@ def get_scheduler_metadata(
     ):
         if tensor is not None and other is None:
             raise ValueError(f"{name} must be None without {other_name}")
+    columns: dict[str, int] = {"least": 1, "most": MAX_HEAD_DIM}
+    head_dim = integer("headdim", headdim, **columns)
     calls = SchedulerMetadata(
         batch=integer("batch_size", batch_size, 1, most=LARGEST),
         seqlen_q=integer("max_seqlen_q", max_seqlen_q, 1, most=LARGEST),
         heads_q=integer("num_heads_q", num_heads_q, 1, most=LARGEST),
         heads_kv=integer("num_heads_kv", num_heads_kv, 1, most=LARGEST),
-        head_dim=head_size("headdim", headdim, qkv_dtype),
-        head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v, qkv_dtype),
+        head_dim=head_dim,
+        head_dim_v=head_dim if headdim_v is None else integer("headdim_v", headdim_v, **columns),
         dtype=qkv_dtype,
         page_size=None if page_size is None else integer("page_size", page_size, 1, most=LONGEST),
         window=check_window(as_pair(window_size), options["causal"]),
@@ -264,18 +254,6 @@ def get_scheduler_metadata(
     return calls._replace(keeps_tiles_whole=keeps_whole)
 
 
-def head_size(name: str, size: object, dtype: object) -> int:
-    """Columns that kernels can have in a cache of this dtype."""
-    size = integer(name, size, 1)
-    unit = FP8_UNIT if dtype is FP8_DTYPE else HEAD_DIM_UNIT
-    if size % unit or size > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name} must be a multiple of {unit} up to {MAX_HEAD_DIM} with qkv_dtype {dtype}, "
-            f"got {size}"
-        )
-    return size
-
-
 def check_calls(calls: SchedulerMetadata) -> None:
     """Raise unless there are kernels for what calls have in common."""
     group, rest = divmod(calls.heads_q, calls.heads_kv)
@@ -289,11 +267,3 @@ def check_calls(calls: SchedulerMetadata) -> None:
     accepted = *DTYPES, FP8_DTYPE
     if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in accepted:
         raise TypeError(f"qkv_dtype must be one of {accepted}, got {shown(calls.dtype)}")
-    if not calls.has_packed_keys:
-        return
-    if calls.page_size is not None:
-        raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
-    if calls.dtype == FP8_DTYPE:
-        raise ValueError(f"qkv_dtype must be 16 bits with cu_seqlens_k, got {calls.dtype}")
-    if calls.num_splits > 1:
-        raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
