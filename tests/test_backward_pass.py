@@ -22,7 +22,6 @@ from fa3.planning.backward import (
     words_of_counters,
 )
 from fa3.planning.backward_packed import (
-    PackedRows,
     head_groups_of_packed,
     heads_in_l2,
     launch_of_packed,
@@ -30,6 +29,7 @@ from fa3.planning.backward_packed import (
 )
 from fa3.planning.costs import H200
 from fa3.planning.key_split import MOST_PARTS_OF_SM, KeyShares, cuts_of_line, most_parts_of_line
+from fa3.planning.routes import PackedSizes
 from fa3.primitives import key_line
 from fa3.primitives.arithmetic import LARGEST, PlainDivisor
 from fa3.primitives.gradient_parts import (
@@ -186,11 +186,11 @@ def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
 
 
 def test_fewer_heads_of_packed_sequences_are_together_in_order():
-    rows, cases = PackedRows(8192, 8192, 4, 2048, 32, 8), ((128, 1, 24, 8), (128, 2, 24, 1))
+    sizes, cases = PackedSizes(4, 32, 8192, 8192, 2048, 2048), ((128, 1, 24, 8), (128, 2, 24, 1))
     for head_dim, query_heads, *fitting in (*cases, (64, 1, 48, 48), (256, 2, 12, 0)):
         spec = make_problem(head_dim=head_dim, window=CAUSAL).spec
         kernels = (backward_pass(spec, one, is_packed=True) for one in (False, True))
-        assert [heads_in_l2(one.main, rows, query_heads) for one in kernels] == fitting
+        assert [heads_in_l2(one.main, sizes, query_heads) for one in kernels] == fitting
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,10 @@ def test_tiles_that_come_by_their_work_share_l2(lengths, heads_kv, window, per_g
     """By those of several sequences; one alone has the same order anyway."""
     num_sequences, longest = lengths
     total = num_sequences * longest
-    kernels = backward_pass(make_problem(head_dim=128, window=window).spec, is_packed=True)
-    rows = PackedRows(total, total, num_sequences, longest, 16, heads_kv)
-    arguments = launch_of_packed(kernels, window, rows, KeyShares(), 132)[0].arguments
+    problem = make_problem(0, 0, 0, heads_kv, 16 // heads_kv, 128, window)
+    kernels = backward_pass(problem.spec, is_packed=True)
+    sizes = PackedSizes(num_sequences, 16, total, total, longest, longest)
+    arguments = launch_of_packed(kernels, problem, sizes, KeyShares(), 132)[0].arguments
     assert arguments["is_by_work"] == (per_group is not None)
     assert arguments["heads_per_group"] == (per_group or heads_kv)
 
@@ -400,10 +401,10 @@ def test_the_last_part_adds_up_all(parts, order):
 )
 def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
     """Whatever the lengths are: memory has room for as many key tiles as there can be."""
-    spec = make_problem(head_dim=128, window=CAUSAL).spec
+    problem = make_problem(0, 0, 0, heads[1], heads[0] // heads[1], 128, CAUSAL)
     longest = total // min(num_sequences, 4)
-    rows = PackedRows(total, total, num_sequences, longest, *heads)
-    shares = shares_of_packed(spec, CAUSAL, rows, splits, 132)
+    sizes, spec = PackedSizes(num_sequences, heads[0], total, total, longest, longest), problem.spec
+    shares = shares_of_packed(problem, sizes, splits, 132)
     assert (shares.parts > 1) == splits
     num_parts = number_of_packed_tiles(total, num_sequences, 128) * heads[1] * shares.parts
     assert not splits or numbers_of_key_parts(num_parts, spec, BackwardConfig(64, 128)) * 4 < 3e8

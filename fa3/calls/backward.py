@@ -20,13 +20,9 @@ from fa3.calls.eager import in_memory, lie_in_memory
 from fa3.calls.execution import Prepared
 from fa3.calls.operands import ALIGNMENT, FP8_DTYPE, used_queries
 from fa3.planning.backward import BackwardPlan, BufferLayout
-from fa3.planning.backward_packed import (
-    PackedRows,
-    kernels_of_packed,
-    launch_of_packed,
-    shares_of_packed,
-)
+from fa3.planning.backward_packed import kernels_of_packed, launch_of_packed, shares_of_packed
 from fa3.planning.costs import Gpu
+from fa3.planning.routes import PackedSizes
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import BackwardOperands, Gradients, execute_backward, gradient_of_sinks
@@ -72,18 +68,18 @@ def prepare_backward(
     gpu: Gpu,
     is_ordered: bool,
     writes_fp32: bool,
-    rows: PackedRows | None = None,  # of packed sequences
+    sizes: PackedSizes | None = None,  # of packed sequences
     *has_used: bool,  # whether these have `seqused_q` and `seqused_k`
 ) -> PreparedBackward:
     """Plan a problem's backward pass and load its kernels."""
-    if rows is None:
+    if sizes is None:
         plan = BackwardPlan.of(problem, gpu, is_ordered, writes_fp32)
         kernels, (launch,), layout = plan.kernels, plan.launches(), plan.layout
     else:
-        spec, window = problem.spec, problem.window
-        shares = shares_of_packed(spec, window, rows, is_ordered, gpu.num_sms)
-        kernels = kernels_of_packed(spec, is_ordered, writes_fp32, rows, shares, *has_used)
-        launch, layout = launch_of_packed(kernels, window, rows, shares, gpu.num_sms)
+        shares = shares_of_packed(problem, sizes, is_ordered, gpu.num_sms)
+        kind = problem.spec, is_ordered, writes_fp32
+        kernels = kernels_of_packed(*kind, sizes, shares, *has_used)
+        launch, layout = launch_of_packed(kernels, problem, sizes, shares, gpu.num_sms)
     return PreparedBackward(Prepared.of([launch]), layout, kernels.main.config.tile_m)
 
 
@@ -137,10 +133,10 @@ class BackwardCall(NamedTuple):
             return execute_backward(self.problem, operands, self.softmax_scale, *rest)
         kind = self.deterministic, fp32_dkv
         if packed is not None:
-            (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
-            longest = min(self.longest[0], total_q)
-            rows = PackedRows(total_q, total_k, packed.batch, longest, heads_q, heads_kv)
-            kind += rows, packed.seqused_q is not None, packed.seqused_k is not None
+            totals = total_q, total_k = q.shape[0], k.shape[0]
+            longest = min(self.longest[0], total_q), min(self.longest[1], total_k)
+            sizes = PackedSizes(packed.batch, q.shape[1], *totals, *longest)
+            kind += sizes, packed.seqused_q is not None, packed.seqused_k is not None
         made = self.prepare(*kind)
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(made.layout.end)

@@ -5,7 +5,6 @@ Only the GPU knows their lengths.
 
 import functools
 import math
-from typing import NamedTuple
 
 from fa3.kernels.backward import Backward, BackwardPass
 from fa3.kernels.tile_table import shift_of_work, words_of_table
@@ -34,9 +33,10 @@ from fa3.planning.key_split import (
     share_lines,
 )
 from fa3.planning.launch import Launch
+from fa3.planning.routes import PackedSizes
 from fa3.primitives.key_line import TILES_OF_LINE
 from fa3.primitives.query_tiles import number_of_packed_tiles
-from fa3.problem import REMEMBERED, AttentionSpec, Window
+from fa3.problem import REMEMBERED, AttentionSpec, Problem
 from fa3.scores.masks import Sequence
 
 HEAD_GROUPS = 4
@@ -75,43 +75,31 @@ FEWEST_TILES = 512
 much of its work."""
 
 
-class PackedRows(NamedTuple):
-    """What the host knows of the rows of packed sequences."""
-
-    total_q: int
-    total_k: int
-    num_sequences: int
-    longest_q: int  # the most queries of a sequence, at most `total_q`
-    heads_q: int
-    heads_kv: int
-
-
 def launch_of_packed(
-    kernels: BackwardPass, window: Window, rows: PackedRows, shares: KeyShares, num_sms: int
+    kernels: BackwardPass, problem: Problem, sizes: PackedSizes, shares: KeyShares, num_sms: int
 ) -> tuple[Launch, BufferLayout]:
     """Return the launch for packed sequences, and the kernels' shared buffer."""
-    main, num_sequences, total_k = kernels.main, rows.num_sequences, rows.total_k
-    config = main.config
-    tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
-    heads = rows.heads_kv * shares.head_parts
+    main, (num_sequences, heads_q, total_q, total_k, longest_q, _) = kernels.main, sizes
+    config, heads_kv, window = main.config, problem.num_heads_kv, problem.window
+    tiles, heads = sizes.tiles(config.tile_m), heads_kv * shares.head_parts
     # Lines of a head group run at the same time, so that there are not more groups than must be.
     tiles_of_head = 0 if main.has_lines else total_k // config.tile_n * shares.block_parts
-    fitting = heads_in_l2(main, rows, rows.heads_q // heads)
+    fitting = heads_in_l2(main, sizes, heads_q // heads)
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
-    times_l2 = rows.total_q * rows.heads_q / rows_in_l2(main.spec)
-    has_several = main.spec.mask.right and heads < rows.heads_q and not main.is_ordered
-    if has_several and 1 < num_sequences == rows.total_q / max(QUERIES_BY_WORK, rows.longest_q):
+    times_l2 = total_q * heads_q / rows_in_l2(main.spec)
+    has_several = main.spec.mask.right and heads < heads_q and not main.is_ordered
+    if has_several and 1 < num_sequences == total_q / max(QUERIES_BY_WORK, longest_q):
         fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2)
         groups = max(groups, next((n for n in fits if n <= HEAD_GROUPS), 1))
     is_by_work = not main.is_ordered and times_l2 <= groups * PACKED_L2
-    if is_by_work and num_sequences > 1 and heads == rows.heads_q:
+    if is_by_work and num_sequences > 1 and heads == heads_q:
         fits = (n for n in divisors(heads) if times_l2 <= n * PACKED_L2_SINGLE)
         groups = max(groups, next(fits, heads))
     is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
     tiles_of_keys = number_of_packed_tiles(total_k, num_sequences, config.tile_n)
     capacity = tiles_of_keys * shares.block_parts
     most_ctas = max(capacity * heads, convert_ctas(tiles))
-    num_parts = rows.heads_kv * shares.parts * tiles_of_keys if shares.parts > 1 else 0
+    num_parts = heads_kv * shares.parts * tiles_of_keys if shares.parts > 1 else 0
     layout = BufferLayout.of(main, tiles, num_parts, groups, words_of_table(capacity))
     launch = launch_of_pass(
         kernels,
@@ -123,19 +111,20 @@ def launch_of_packed(
         groups_preprocessed=1 if is_fused else groups,
         dq_is_zeroed=not main.is_ordered,
         capacity=capacity,
-        shift=shift_of_work(rows.longest_q, config.tile_m),
+        shift=shift_of_work(longest_q, config.tile_m),
         is_by_work=is_by_work,
     )
     return launch, layout
 
 
 def shares_of_packed(
-    spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
+    problem: Problem, sizes: PackedSizes, is_ordered: bool, num_sms: int
 ) -> KeyShares:
     """How CTAs share the key tiles of packed sequences.
     One sequence is taken to be the longest, and all others to be equally long. Lengths are rounded,
     so that steps of a training lead to few choices."""
-    total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
+    num_sequences, heads_q, total_q, total_k, longest_q, _ = sizes
+    spec, heads_kv = problem.spec, problem.num_heads_kv
     # Memory has room for so many, whatever the lengths are.
     config = choose_backward_config(spec)
     num_tiles = number_of_packed_tiles(total_k, num_sequences, config.tile_n) * heads_kv
@@ -146,7 +135,7 @@ def shares_of_packed(
 
     def sequence(queries: float) -> Sequence:
         keys = queries * keys_of_query
-        return Sequence(rounded_length(int(queries)), rounded_length(int(keys)), window)
+        return Sequence(rounded_length(int(queries)), rounded_length(int(keys)), problem.window)
 
     sequences = sequence(longest_q), sequence((total_q - longest_q) / max(1, others))
     counts = 1, rounded_length(others) if others else 0
@@ -158,15 +147,15 @@ def shares_of_packed(
     has_lanes = total_k <= TILES_OF_LINE * config.tile_n
     if is_ordered and not spec.mask.left and has_lanes and are_equal:
         blocks = rounded_length(-(-total_q // config.tile_m))
-    sizes = *heads, is_ordered, num_sms, most_parts
-    return shares_of_lengths(spec, sequences, counts, *sizes, blocks)
+    rest = *heads, is_ordered, num_sms, most_parts, blocks
+    return shares_of_lengths(spec, sequences, counts, *rest)
 
 
 def kernels_of_packed(
     spec: AttentionSpec,
     is_ordered: bool,
     writes_fp32: bool,
-    rows: PackedRows,
+    sizes: PackedSizes,
     shares: KeyShares,
     has_used_q: bool = False,  # whether there is `seqused_q`
     has_used_k: bool = False,
@@ -175,7 +164,7 @@ def kernels_of_packed(
     kind = spec, is_ordered, writes_fp32 or shares.parts > 1, True, has_used_q, has_used_k
     accumulators = 1
     if shares.line_length is not None:
-        longest_k = rows.longest_q * rows.total_k // rows.total_q
+        longest_k = sizes.max_seqlen_q * sizes.total_k // sizes.total_q
         num_tiles = -(-longest_k // choose_backward_config(spec).tile_n)
         accumulators = accumulators_of_line(shares.line_length, num_tiles)
     return backward_pass(*kind, writes_fp32, accumulators, shares.line_length is not None)
@@ -232,10 +221,10 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def heads_in_l2(main: Backward, rows: PackedRows, query_heads: int) -> int:
+def heads_in_l2(main: Backward, sizes: PackedSizes, query_heads: int) -> int:
     """Heads with Q, dO and dQ of the longest sequence in L2.
     Of a head a CTA has `query_heads`, which it takes one after another."""
-    spec, config, longest = main.spec, main.config, max(1, rows.longest_q)
+    spec, config, longest = main.spec, main.config, max(1, sizes.max_seqlen_q)
     if main.has_lines:
         return heads_in_lines(spec, longest) // query_heads
     fitting = rows_in_l2(spec) // longest
