@@ -65,7 +65,7 @@ def test_captures_share_with_nobody_and_their_launches_with_each_other():
         of_capture.take_back(loan)
         again = memory_of(CPU, stream, capture).lend(prepared(6, 1), stream)
         assert again.counters["counters"] is once
-        assert not once.any() and capture.keeps(once)
+        assert not once.any() and id(once) in capture.kept
         taken.append(places(once))
     assert len(set.union(*taken)) == 4 * FEWEST
 
@@ -103,7 +103,7 @@ def test_an_empty_reserve_is_not_filled_by_a_graph():
     of_capture = memory_of(CPU, 1, capture)
     loan = of_capture.lend(prepared(7, 1), 1)
     own = loan.counters["counters"]
-    assert len(own) == 7 and not own.any() and not capture.keeps(own)
+    assert len(own) == 7 and not own.any() and id(own) not in capture.kept
     # It may be memory of the graph's, which torch wants back.
     of_capture.take_back(loan)
     assert of_capture.free == [Loan()] and memory.RESERVES[CPU].free is None
@@ -114,7 +114,7 @@ def test_what_a_graph_used_goes_with_it(monkeypatch):
     libc = memory.c_library()
     for number in (1, 2):
         memory.LIVE[number] = Capture(libc.calloc(1, memory.SEMAPHORE_BYTES))
-        memory.LIVE[number].keep(torch.zeros(1))
+        memory.LIVE[number].kept[0] = torch.zeros(1)
     libc.sem_post(memory.LIVE[1].gone)
     memory.free_ended_graphs()
     assert list(memory.LIVE) == [2] and not memory.LIVE[2].is_gone()
@@ -124,7 +124,7 @@ def test_what_is_left_in_counters_is_found(monkeypatch):
     """Of streams and of captures; the tables that a graph keeps are none."""
     monkeypatch.setattr(memory, "LIVE", {5: (capture := Capture(0))})
     of_stream, of_capture = memory_of(CPU, 1, None), memory_of(CPU, 2, capture)
-    assert Table(table := torch.arange(9)).on(2, capture) is table and capture.keeps(table)
+    assert Table(table := torch.arange(9)).on(2, capture) is table and id(table) in capture.kept
     for one in (of_stream, of_capture):
         one.take_back(one.lend(prepared(3, 1), 1))
     assert used_counters() == []

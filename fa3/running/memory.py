@@ -39,7 +39,7 @@ class Capture:
     """A graph that is being captured or was captured."""
 
     gone: int  # address of a semaphore that CUDA posts when the graph is gone
-    # Tensors that the graph's launches read, by `id`.
+    # Tensors that the graph's launches read, by `id`; they live as long as the graph.
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     # Stream handle -> the memory of that stream.
     memory: dict[int, Any] = field(default_factory=dict)
@@ -57,14 +57,6 @@ class Capture:
         move = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
         driver_values(driver.cuGraphRetainUserObject(graph, owner, 1, move))
         return cls(gone)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor alive as long as the graph."""
-        self.kept[id(tensor)] = tensor
-
-    def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether this keeps a tensor alive."""
-        return id(tensor) in self.kept
 
     def is_gone(self) -> bool:
         """Whether nothing can run the graph any more."""
@@ -195,7 +187,7 @@ class Table:
     def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
         """The table for a launch on torch's current stream, of handle `stream`."""
         if capture is not None:
-            capture.keep(self.numbers)
+            capture.kept[id(self.numbers)] = self.numbers
         elif stream not in self.streams:
             self.numbers.record_stream(torch.cuda.current_stream(self.numbers.device))
             if stream != PER_THREAD:
@@ -307,15 +299,15 @@ class StreamMemory:
         if taken is None:
             # The graph zeroes counters itself whenever it runs.
             return make(count)
-        self.capture.keep(taken)
+        self.capture.kept[id(taken)] = taken
         return taken
 
     def take_back(self, loan: Loan) -> None:
         """Take back the memory of a call whose launches are issued."""
         if self.capture is not None:
             # Other memory is the graph's, and torch uses it again by itself.
-            counters = loan.counters.items()
-            loan = Loan({name: one for name, one in counters if self.capture.keeps(one)})
+            counters, kept = loan.counters.items(), self.capture.kept
+            loan = Loan({name: one for name, one in counters if id(one) in kept})
         self.free.append(loan)
 
 
