@@ -58,12 +58,10 @@ class Template:
     def of(cls, instance: object) -> "Template":
         """Return the template of a dataclass.
 
-        Raises TypeError if it is none, a field is not an argument of its class's constructor, or a
-        plain field cannot be hashed.
+        Raises TypeError if a field is not an argument of its class's constructor, or a plain field
+        cannot be hashed.
         """
         kind = type(instance)
-        if not dataclasses.is_dataclass(kind):
-            raise TypeError(f"{kind.__name__} must be a frozen dataclass")
         for field in dataclasses.fields(kind):
             if not field.init:
                 raise TypeError(f"{kind.__name__}.{field.name} must be an argument of its class")
