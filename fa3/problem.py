@@ -180,15 +180,11 @@ class Problem:
         return self.num_heads_kv * self.qhead_per_kvhead
 
     @property
-    def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that the window lets through."""
-        return visible_pairs(self.seqlen_q, self.seqlen_k, self.window)
-
-    @property
     def flops(self) -> int:
         """Useful floating-point operations: QK^T and PV on the visible pairs."""
+        pairs = visible_pairs(self.seqlen_q, self.seqlen_k, self.window)
         per_pair = 2 * (self.spec.head_dim + self.spec.head_dim_v)
-        return self.batch * self.num_heads_q * self.visible_pairs * per_pair
+        return self.batch * self.num_heads_q * pairs * per_pair
 
     @property
     def bytes(self) -> int:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fa3.planning.planner import CHOICES, plan_dense, plan_forward
 from fa3.problem import Problem
 from fa3.running import code_cache
 from fa3.settings import SETTINGS
+from fa3.tools import compile_pool
 from fa3.tools import tune as module
 from fa3.tools.tune import MOST_PLANS, fastest, plans_to_measure, tune
 
@@ -121,12 +123,14 @@ def test_a_kernel_that_does_not_compile_leaves_out_its_plans(compiler):
     assert plan_call(LONG, H200).name in {plan.name for plan in others}
 
 
-def test_nothing_is_measured_that_could_not_be_kept(compiler, folder):
+def test_nothing_is_measured_that_could_not_be_kept(folder, monkeypatch):
     folder.mkdir()
     folder.chmod(0o775)
+    popen = Mock()
+    monkeypatch.setattr(compile_pool.subprocess, "Popen", popen)
     with pytest.raises(RuntimeError, match="others may write to"):
-        tune([LONG], H200, Stopwatch())
-    assert not compiler.asked
+        tune([LONG], H200, stopwatch := Stopwatch())
+    assert not popen.called and not stopwatch.measured
 
 
 # -------------------------------------------------------------------------------- what is kept

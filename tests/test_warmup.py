@@ -263,7 +263,7 @@ def test_a_folder_that_keeps_nothing_is_told_before_compiling(tmp_path, monkeypa
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setattr(module, "kernels_of", lambda *arguments: SMALL)
-    monkeypatch.setattr(module, "compile_all", lambda *arguments: pytest.fail("compiles"))
+    monkeypatch.setattr(compile_pool.subprocess, "Popen", lambda *_, **named: pytest.fail("runs"))
     for name, why in (("file", "File exists"), ("file/in", "Not a dir"), ("open", "others may")):
         monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / name))
         with pytest.raises(RuntimeError, match=f"kept in {tmp_path / name}: {why}.*FA3_CACHE_DIR"):

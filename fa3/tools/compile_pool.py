@@ -29,8 +29,11 @@ from fa3.tools.compile_pool import compile_from_stdin; compile_from_stdin()"""
 """Runs this very package, wherever it is."""
 
 
-def check_folder() -> None:
-    """Raise RuntimeError, before anything is compiled, if no kernel can be kept."""
+def compile_all(kernels: Sequence[KernelBase], processes: int | None = None) -> None:
+    """Have kernels compiled by several processes; print each that was tried.
+    Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
+    processes are killed, which leaves nothing broken on disk. Raises RuntimeError before, if no
+    kernel can be kept."""
     folder = cache_dir()
     try:
         check_can_keep(folder)
@@ -39,12 +42,6 @@ def check_folder() -> None:
             f"kernels cannot be kept in {folder}: {error.strerror}. Set FA3_CACHE_DIR to a folder "
             "of your own"
         ) from error
-
-
-def compile_all(kernels: Sequence[KernelBase], processes: int | None = None) -> None:
-    """Have kernels compiled by several processes; print each that was tried.
-    Whether a kernel is on disk afterwards tells if that went well. At an error or Ctrl-C the
-    processes are killed, which leaves nothing broken on disk."""
     begin, total = time.perf_counter(), len(kernels)
     # They need no GPU, so they shall not take memory of one. Where GPUs are hidden the DSL looks
     # for one 281 times a kernel, unless the environment names the architecture.

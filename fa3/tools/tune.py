@@ -20,7 +20,7 @@ from fa3.planning.planner import CHOICES, Plan, candidates, plan_dense, plan_for
 from fa3.planning.tilings import configs
 from fa3.problem import Problem
 from fa3.running.compiler import is_on_disk
-from fa3.tools.compile_pool import check_folder, compile_all
+from fa3.tools.compile_pool import compile_all
 from fa3.tools.plan_command import problem_of
 from fa3.tools.recording import hopper_device, random_operands
 
@@ -57,7 +57,6 @@ def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
     """Measure plans of each problem, keep the fastest, and print their times.
     Raises RuntimeError if plans cannot be kept, or no kernel of a problem could be compiled."""
     plans = {problem: plans_to_measure(problem, gpu) for problem in problems}
-    check_folder()
     kernels = (kernel for some in plans.values() for plan in some for kernel in plan.all_kernels)
     compile_all([kernel for kernel in dict.fromkeys(kernels) if not is_on_disk(kernel)])
     for problem, some in plans.items():

@@ -38,7 +38,7 @@ from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.settings import check_settings
-from fa3.tools.compile_pool import check_folder, compile_all
+from fa3.tools.compile_pool import compile_all
 from fa3.tools.models import (
     CACHE_DTYPES,
     CALLS,
@@ -156,7 +156,6 @@ def warmup(
         lines = [f"{place:11} {describe_kernel(kernel)}" for kernel, place in places.items()]
         return "\n".join([*lines, f"{total} {stored} on disk, {len(absent)} to compile"])
     if absent:
-        check_folder()
         compile_all(absent, processes)
         check_kept(absent)
     seconds = f"{time.perf_counter() - begin:.0f} s"
