@@ -497,8 +497,6 @@ METADATA = [
             ({"num_heads_q": 8}, "was made for heads_q 8, the call has 4"),
         )
     ),
-    ("varlen", "scheduler_metadata", fa3.get_scheduler_metadata(4, 1, 9, 4, 2, 64, 7),
-     "was made for has_packed_keys False, the call has True"),
     ("packed", "scheduler_metadata", metadata_of_varlen(), "was made for has_packed_keys True"),
     ("varlen", "scheduler_metadata", metadata_of_packed(), "was made for has_packed_keys False"),
     ("packed", "scheduler_metadata",

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from gpu_checks import captured, forget_prepared_calls, used_counters
+from gpu_checks import captured, used_counters
 from problems import DTYPES, poisoned_allocations
 from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
 
 import fa3
-from fa3.calls import execution
 from fa3.calls.execution import EqualQueries, PackedCall
+from fa3.calls.prepare import PreparedAttention
 from fa3.planning import routes
 from fa3.planning.costs import H200
 from fa3.planning.routes import CACHE, DECODE, PACKED, Signature
@@ -104,6 +104,11 @@ def note_attending(monkeypatch) -> list:
         elif route.has_forward:
             found.extend(["beside"] * (route.most_queries > 0) + ["forward"])
 
+    def of_call(call, *_):
+        runs = call.run and getattr(call.run, "__self__", call)
+        if not isinstance(runs, PackedCall | EqualQueries | None):
+            found.append(call.description.seqlen_q)
+
     def watch(kind: type, note: Callable) -> None:
         attend = kind.attend
 
@@ -115,14 +120,7 @@ def note_attending(monkeypatch) -> list:
 
     watch(PackedCall, lambda call, values: of_packed(call, call.sizes(values)))
     watch(EqualQueries, lambda call, _: call.prepared and of_packed(call.packed, call.sizes))
-    attend_by = execution.attend_by
-
-    def noting_plan(plan, *given):
-        attend = attend_by(plan, *given)
-        return lambda values: found.append(plan.sizes.seqlen_q) or attend(values)
-
-    monkeypatch.setattr(execution, "attend_by", noting_plan)
-    forget_prepared_calls()
+    watch(PreparedAttention, of_call)
     return found
 
 
