@@ -92,11 +92,6 @@ class AttentionSpec:
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def holds_powers(self) -> bool:
-        """Whether P has the range of fp32, as sums and O have."""
-        return self.dtype == "bfloat16"
-
-    @property
     def out_dtype(self) -> str:
         """Element type of out."""
         return self.fp8_out or self.dtype

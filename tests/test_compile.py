@@ -343,7 +343,7 @@ def check_overlap(report: CubinReport, spec: AttentionSpec, config: ForwardConfi
 def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: ForwardConfig):
     """Maxima are looked for in a tile's first block, of a few columns unless a row may see others
     alone, and where blocks are masked for rows that have seen no key so far; not in the loop
-    without a mask."""
+    without a mask, but for three of each row where P in fp16 makes a row max rise."""
     scores = ROWS * config.tile_n // WARPGROUP
     is_bounded = [score.kind for score in spec.scores] == [Softcap]
     if is_bounded:
@@ -352,7 +352,8 @@ def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: ForwardCo
     assert (scores if spec.mask.left else 2 * (GUESSED - 1)) <= report.count("FMNMX")
     if not isinstance(spec.mask, Intersection):
         unmasked = min(report.under_wgmma(), key=comparisons)
-        assert sum(n for name, n in unmasked.items() if name.startswith("FMNMX")) == 0
+        found = sum(n for name, n in unmasked.items() if name.startswith("FMNMX"))
+        assert found == (6 if spec.dtype == "float16" else 0)
 
 
 @pytest.mark.compiles

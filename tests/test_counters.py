@@ -177,19 +177,18 @@ def test_tables_know_the_streams_of_all_threads(monkeypatch):
 
 
 def test_a_finalizer_may_fill_the_reserve_while_it_is_filled(monkeypatch):
-    reserve, made = Reserve(), []
+    reserve, cuda = Reserve(), Mock(type="cuda")
+    fills = iter([lambda: reserve.fill(cuda), lambda: None])
 
     def make(*_):
-        made.append(torch.zeros(RESERVE, dtype=torch.int32))
-        if len(made) == 1:
-            reserve.fill(Mock(type="cuda"))
-        return made[-1]
+        next(fills)()
+        return torch.zeros(RESERVE, dtype=torch.int32)
 
     monkeypatch.setattr(memory, "idle_stream", lambda device: Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(memory, "make_in_thread", make)
-    reserve.fill(Mock(type="cuda"))
-    assert len(made) == 2 and reserve.take(4) is not None
+    reserve.fill(cuda)
+    assert not [*fills] and reserve.take(4) is not None
 
 
 @pytest.mark.parametrize("capture", [None, Capture(0)], ids=["eager", "captured"])

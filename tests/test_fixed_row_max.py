@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_checks import captured, used_counters
 from pairs import pairs
-from problems import CAUSAL, attend, make_operands, make_problem
+from problems import CAUSAL, DTYPES, attend, make_operands, make_problem
 from reference import check_attention, dense
 from score_problems import RelativeBias
 
@@ -24,7 +24,7 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_row_max
 from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
-from fa3.problem import Problem, Window
+from fa3.problem import FP8, Problem, Window
 from fa3.schedules import SCHEDULES, TileList
 from fa3.schedules.recompute import ANY, MOST_WARPS, RecomputeMask
 from fa3.scores.scores import Alibi, Softcap
@@ -32,12 +32,11 @@ from fa3.scores.templates import Template
 
 LARGE = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL)
 SLOPES = torch.zeros(16)
-TWO_SLOPES = torch.zeros(2)
 BIAS = RelativeBias(torch.zeros(16, 33), reach=16)
 
 
-def with_scores(*scores):
-    return replace(LARGE, spec=replace(LARGE.spec, scores=tuple(map(Template.of, scores))))
+def with_scores(problem: Problem, *scores) -> Problem:
+    return replace(problem, spec=replace(problem.spec, scores=tuple(map(Template.of, scores))))
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
@@ -57,36 +56,39 @@ def test_plans_say_so_and_small_calls_do_not(monkeypatch):
     assert not plan_forward(LARGE).config.fixed_row_max
 
 
-def test_float16_does_not():
+def test_float16_has_it_and_fp8_does_not():
     half = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL, "float16")
-    assert not plan_forward(half).config.fixed_row_max
-    config = replace(choose_config(half, H200), fixed_row_max=True)
-    with pytest.raises(ValueError, match="fixed_row_max must be False with float16"):
-        plan_forward(half, config=config)
+    assert plan_forward(half).config.fixed_row_max
+    fp8 = replace(half, spec=replace(half.spec, dtype=FP8, fp8_out="float16"))
+    config = replace(choose_config(fp8, H200), fixed_row_max=True)
+    with pytest.raises(ValueError, match="fixed_row_max must be False in FP8"):
+        plan_forward(fp8, config=config)
 
 
 def test_scores_get_it_that_are_bounded_or_leave_logits_where_they_are():
     for score in (Alibi(SLOPES, is_causal=True), Alibi(SLOPES, is_causal=False), Softcap(50.0)):
-        problem = with_scores(score)
+        problem = with_scores(LARGE, score)
         assert takes_fixed_row_max(problem.spec)
         assert plan_forward(problem).config.fixed_row_max
     few, many = Softcap(5.0), Softcap(61.0)
     for scores in ([few], [many], [Softcap(50.0), Alibi(SLOPES, is_causal=True)], [BIAS]):
-        problem = with_scores(*scores)
+        problem = with_scores(LARGE, *scores)
         assert not takes_fixed_row_max(problem.spec)
         assert not plan_forward(problem).config.fixed_row_max
 
 
 def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
     online_max, fixed = ForwardConfig(128, 128), ForwardConfig(128, 128, fixed_row_max=True)
-    for config, bound, expected in (
-        (online_max, 5.0, RowMax.ZERO),
-        (online_max, 6.0, RowMax.ONLINE),
-        (fixed, 6.0, RowMax.ZERO),
-        (fixed, 61.0, RowMax.FIXED),
-        (fixed, math.inf, RowMax.FIXED),
+    for dtype, config, bound, expected in (
+        ("bfloat16", online_max, 5.0, RowMax.ZERO),
+        ("bfloat16", online_max, 6.0, RowMax.ONLINE),
+        ("bfloat16", fixed, 6.0, RowMax.ZERO),
+        ("bfloat16", fixed, math.inf, RowMax.FIXED),
+        ("float16", fixed, 5.0, RowMax.ZERO),
+        ("float16", fixed, 6.0, RowMax.RISING),
     ):
-        assert Forward(LARGE.spec, config, TileList).format.row_max(bound) is expected
+        spec = replace(LARGE.spec, dtype=dtype)
+        assert Forward(spec, config, TileList).format.row_max(bound) is expected
 
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():
@@ -141,25 +143,22 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
     return found, out, lse
 
 
-def marked(plan, q, k, v) -> set:
-    """The rows that the first launch of a call marks, as (batch, head, query)."""
-    return first_launch(plan, q, k, v)[0]
-
-
 @pytest.mark.parametrize(
-    ("head_dim", "window"),
+    ("dtype", "head_dim", "window"),
     [
-        *((128, window) for window in (Window(), CAUSAL, Window(300, 40))),
-        *((64, Window(300, 40)), (96, CAUSAL), (192, Window()), (256, CAUSAL)),
+        *((dtype, 128, window) for dtype in DTYPES for window in (Window(), CAUSAL)),
+        *((dtype, *one) for dtype in DTYPES for one in ((64, Window(300, 40)), (256, CAUSAL))),
+        *(("bfloat16", 128, Window(300, 40)), ("bfloat16", 96, CAUSAL)),
+        ("bfloat16", 192, Window()),
     ],
 )
-def test_ordinary_scores(head_dim, window, device):
-    problem = make_problem(2, 1100, 1500, 2, 2, head_dim, window)
+def test_ordinary_scores(dtype, head_dim, window, device):
+    problem = make_problem(2, 1100, 1500, 2, 2, head_dim, window, dtype)
     q, k, v = make_operands(problem, device=device)
     seen = {}
     for schedule, cluster in WAYS if head_dim == 128 else WAYS[::3]:
         plan = plan_of(problem, schedule, **cluster)
-        assert not marked(plan, q, k, v)
+        assert not first_launch(plan, q, k, v)[0]
         out, lse = attend(q, k, v, window, plan=plan)
         # Parts have row maxima of their own, and pairs of rows those from the pair's first block.
         key = plan.name if schedule == "split" else plan.config.cluster_m
@@ -171,24 +170,26 @@ def test_ordinary_scores(head_dim, window, device):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "schedule", "cluster"),
+    ("logit", "dtype", "head_dim", "schedule", "cluster"),
     [
-        *((128, *way) for way in WAYS),
-        *((size, *WAYS[number]) for size in (64, 256) for number in (1, 4, 5)),
+        *((120, "bfloat16", 128, *way) for way in WAYS),
+        *((120, "bfloat16", size, *WAYS[number]) for size in (64, 256) for number in (1, 4, 5)),
+        *((logit, "float16", 128, *WAYS[1]) for logit in (9, 20, 80, 120)),
+        *((logit, "float16", size, *WAYS[5]) for logit in (20, 120) for size in (64, 256)),
     ],
 )
 def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
-    head_dim, schedule, cluster, device
+    logit, dtype, head_dim, schedule, cluster, device
 ):
-    problem = make_problem(2, 900, 1300, 2, 2, head_dim)
+    problem = make_problem(2, 900, 1300, 2, 2, head_dim, dtype=dtype)
     q, k, v = make_operands(problem, device=device)
     rows = {(0, 5, 1), (0, 600, 3), (1, 899, 0), (1, 301, 2)}
     for batch, row, head in rows:
         toward = q[batch, row, head].float()
-        k[batch, 7 + row % 50, head // 2] = 120 * head_dim**0.5 / toward.norm() ** 2 * toward
+        k[batch, 7 + row % 50, head // 2] = logit * head_dim**0.5 / toward.norm() ** 2 * toward
     plan = plan_of(problem, schedule, **cluster)
     failed, first, first_lse = first_launch(plan, q, k, v)
-    assert failed == {(batch, head, row) for batch, row, head in rows}
+    assert failed == {(batch, head, row) for batch, row, head in rows if logit == 120}
     online_max, follows_lse = attend(q, k, v, Window(), plan=plan_of(problem, fixed=False))
     for _ in range(2):
         out, lse = attend(q, k, v, Window(), plan=plan)
@@ -208,7 +209,7 @@ def test_keys_that_are_not_there_are_no_guess(device):
         q, k, v = make_operands(problem, device=device)
         q, k = q.abs() + 1, k * 0.05 - 60 / (2**0.5 * 128**0.5 * 1.3)
         plan = plan_of(problem)
-        assert not marked(plan, q, k, v)
+        assert not first_launch(plan, q, k, v)[0]
         out, lse = attend(q, k, v, Window(), plan=plan)
         assert lse.max() < -20
         check_attention(out, lse, q, k, v, lse_tolerance=1e-3)
@@ -220,18 +221,19 @@ def test_rows_that_see_nothing_of_their_tiles_first_block(head_dim, cluster, dev
         problem = make_problem(1, 700, 700 + offset, 1, 2, head_dim, CAUSAL)
         q, k, v = make_operands(problem, device=device)
         plan = plan_of(problem, **cluster)
-        assert not marked(plan, q, k, v)
+        assert not first_launch(plan, q, k, v)[0]
         out, lse = attend(q, k, v, CAUSAL, plan=plan)
         check_attention(out, lse, q, k, v, window=CAUSAL)
 
 
-@pairs(fixed=(True, False), head_dim=(64, 128), alibi=(False, True))
-def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(fixed, head_dim, alibi, device):
-    problem = make_problem(1, 1024, 1024, 2, 2, head_dim, CAUSAL)
+@pairs(fixed=(True, False), head_dim=(64, 128), alibi=(False, True), dtype=DTYPES)
+def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
+    fixed, head_dim, alibi, dtype, device
+):
+    problem = make_problem(1, 1024, 1024, 2, 2, head_dim, CAUSAL, dtype)
     modifiers = {"alibi_slopes": torch.rand(4, device=device)} if alibi else {}
     if alibi:
-        spec = replace(problem.spec, scores=(Template.of(Alibi(TWO_SLOPES, is_causal=True)),))
-        problem = replace(problem, spec=spec)
+        problem = with_scores(problem, Alibi(SLOPES[:2], is_causal=True))
     q, k, v = make_operands(problem, device=device)
     plan = plan_of(problem, fixed=fixed)
     out, lse = attend(q, k, v, CAUSAL, plan=plan, **modifiers)
@@ -268,11 +270,11 @@ def test_values_of_any_size(softcap, device, always_fixed):
         assert not used_counters()
 
 
-@pairs(window=(Window(), CAUSAL, Window(600, -1)), fixed=(True, False))
-def test_visible_scores_of_minus_infinity(fixed, window, device):
+@pairs(window=(Window(), CAUSAL, Window(600, -1)), fixed=(True, False), dtype=DTYPES)
+def test_visible_scores_of_minus_infinity(fixed, window, dtype, device):
     """The last keys are as good as hidden, also where they are all of a row's first blocks."""
     for count in (1, 128, 256, 300):
-        problem = make_problem(1, 640, 640, 1, 2, 128, window)
+        problem = make_problem(1, 640, 640, 1, 2, 128, window, dtype)
         q, k, v = make_operands(problem, device=device)
         q[..., 0] = 1
         k[:, -count:, :, 0] = -torch.inf
@@ -293,10 +295,10 @@ def test_visible_scores_of_minus_infinity(fixed, window, device):
         assert not used_counters()
 
 
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(200, 0)])
-def test_keys_without_a_guess(window, device):
+@pairs(window=(Window(), CAUSAL, Window(200, 0)), dtype=DTYPES)
+def test_keys_without_a_guess(window, dtype, device):
     """Those that it is taken from have scores of -inf, in every block; others see to the row."""
-    problem = make_problem(1, 384, 640, 1, 2, 128, window)
+    problem = make_problem(1, 384, 640, 1, 2, 128, window, dtype)
     for high in (0.0, -300.0, 300.0):
         q, k, v = make_operands(problem, device=device)
         q, k = q.abs() + 1, k * 0.05 + high / (1.8 * 128**0.5)
@@ -335,7 +337,7 @@ def test_values_as_large_as_the_sum_of_all_keys_allows(device):
     q, v = q * 0, v * 0 + 2.0**120
     v[..., 0] = 0
     plan = plan_of(problem)
-    assert not marked(plan, q, k, v)
+    assert not first_launch(plan, q, k, v)[0]
     out, _ = attend(q, k, v, Window(), plan=plan)
     assert (out[..., 1:] == 2.0**120).all() and (out[..., 0] == 0).all()
 
@@ -354,10 +356,7 @@ def test_sinks_far_above_the_first_keys(device, always_fixed):
 def test_sums_that_vanish(device):
     """ALiBi: the guess is without biases, which put the keys that a row sees far below it."""
     problem = make_problem(1, 128, 256, 1, 2, 128)
-    problem = replace(
-        problem,
-        spec=replace(problem.spec, scores=(Template.of(Alibi(TWO_SLOPES, is_causal=False)),)),
-    )
+    problem = with_scores(problem, Alibi(SLOPES[:2], is_causal=False))
     q, k, v = make_operands(problem, device=device)
     slopes = torch.tensor([1.0, 0.0], device=device)
     q, k = q.abs() + 5, -k.abs() - 2
@@ -384,22 +383,22 @@ def test_a_graph_marks_and_wipes_out(device):
     for factor in (1, 100, 1, 100, 100, 1):
         q2, k2, _ = make_operands(problem, seed=factor, device=device)
         q.copy_(q2 * factor), k.copy_(k2)
-        assert bool(marked(plan, q, k, v)) == (factor > 1)
+        assert bool(first_launch(plan, q, k, v)[0]) == (factor > 1)
         out.fill_(torch.nan)
         graph.replay()
         check_attention(out, lse, q, k, v, window=CAUSAL, lse_tolerance=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(32))
 def test_random_calls(seed, device, always_fixed):
     draw = random.Random(seed)
     heads_kv, ratio = draw.choice(((1, 1), (2, 1), (1, 4), (2, 3)))
     seqlen_q, seqlen_k = draw.randint(1, 1200), draw.randint(1, 1500)
     left, right = (draw.choice((-1, draw.randint(0, 600))) for _ in range(2))
     window = draw.choice((Window(), CAUSAL, Window(left, right).tighten(seqlen_q, seqlen_k)))
-    head_dim = draw.choice((64, 128, 256, 8 * draw.randint(1, 32)))
+    head_dim, dtype = draw.choice((64, 128, 256, 8 * draw.randint(1, 32))), [*DTYPES][seed % 2]
     batch = draw.randint(1, 3)
-    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window)
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window, dtype)
     q, k, v = make_operands(problem, seed, device)
     q = q * draw.choice((1, 1, 1, 5, 100))
     modifiers = {}

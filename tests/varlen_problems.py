@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from gpu_checks import captured, used_counters
+from gpu_checks import captured, forget_prepared_calls, used_counters
 from problems import DTYPES, poisoned_allocations
 from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
@@ -121,6 +121,7 @@ def note_attending(monkeypatch) -> list:
     watch(PackedCall, lambda call, values: of_packed(call, call.sizes(values)))
     watch(EqualQueries, lambda call, _: call.prepared and of_packed(call.packed, call.sizes))
     watch(PreparedAttention, of_call)
+    forget_prepared_calls()
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from cutlass import Float16
 from cutlass.cute.nvgpu import warpgroup
 
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
@@ -78,10 +79,13 @@ class SixteenBits:
 
     def row_max(self, bound: float) -> RowMax:
         """The row max for natural logits of at most `bound`."""
-        is_fixed = self.config.fixed_row_max
-        if bound * LOG2_E <= SLACK or (is_fixed and bound <= BOUNDED):
+        if bound * LOG2_E <= SLACK:
             return RowMax.ZERO
-        return RowMax.FIXED if is_fixed else RowMax.ONLINE
+        if not self.config.fixed_row_max:
+            return RowMax.ONLINE
+        if self.dtype is Float16:
+            return RowMax.RISING
+        return RowMax.ZERO if bound <= BOUNDED else RowMax.FIXED
 
 
 class Fp8Products(SixteenBits):

@@ -46,7 +46,7 @@ class ForwardConfig:
     # query heads of a key/value head. They walk the same key blocks, even under a mask.
     cluster_h: int = 1
     # Whether the softmax subtracts a fixed number instead of the running maximum: the maximum of a
-    # row's first block of visible keys, or 0 if scores are bounded
+    # row's first block of visible keys, or 0 if scores are bounded. In fp16 it may still rise
     # (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked; a second launch with
     # the config `recompute` computes them.
     fixed_row_max: bool = False
@@ -155,8 +155,8 @@ class ForwardConfig:
                     f"own_o=False stages {ROWS} rows of O in a stage of V and needs tile_n to be "
                     f"{ROWS} or more, got {self.tile_n}"
                 )
-        if self.fixed_row_max and not spec.holds_powers:
-            raise ValueError(f"fixed_row_max must be False with {spec.dtype}: its range is small")
+        if self.fixed_row_max and spec.is_fp8:
+            raise ValueError("fixed_row_max must be False in FP8: its range is small")
         if self.fixed_row_max and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_row_max must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)

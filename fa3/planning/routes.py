@@ -210,7 +210,7 @@ class Signature:
         tiling = general_tiling
         if self.cache is not None:
             tiling = converting_tiling if self.cache.is_fp8 else halved_tiling
-        # On an FP8 cache P is in fp16.
+        # On FP8 caches, whose P is in fp16, a fixed row max gains nothing.
         is_fixed = takes_fixed_row_max(self.spec) and not (self.cache and self.cache.is_fp8)
         return replace(tiling(self.spec), fixed_row_max=is_fixed)
 

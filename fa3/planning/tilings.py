@@ -254,7 +254,7 @@ def takes_fixed_row_max(spec: AttentionSpec) -> bool:
     """Whether a fixed row max is possible and will rarely fail.
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
     up to `SLACK` powers of two no row can fail, so none needs to be marked."""
-    if ROW_MAX == "online" or not spec.holds_powers:
+    if ROW_MAX == "online" or spec.is_fp8:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores

@@ -251,7 +251,10 @@ class Attention:
         shifts = self.rules.apply(scores, n_block, masked)
         self.update_row_max(scores, shifts, n_block, masked)
         may_hide = masked or self.rules.may_hide or self.may_lack_row_max(masked)
-        self.softmax.exponentiate(scores, may_hide, shifts)
+        sums = self.softmax.exponentiate(scores, may_hide, shifts)
+        if cutlass.const_expr(self.softmax.kind is RowMax.RISING):
+            acc_O, ready = as_rows_and_columns(self.regs.acc_O), lambda: self.wait_for_products(0)
+            self.softmax.fit(scores, sums, acc_O, ready)
         drawn = self.draw(acc_S, n_block)
         if cutlass.const_expr(self.overlaps):
             # V has already landed; this wait is here for its branch. The branch keeps ptxas from
@@ -321,7 +324,7 @@ class Attention:
         """Whether rounding leaves the P of an only key as it is.
         It is a power of two if the row max was taken from that key's score, or a linear code."""
         rules, kind = self.rules, self.softmax.kind
-        if self.softmax.online_max:
+        if self.softmax.online_max or kind is RowMax.RISING:
             return True
         return kind is RowMax.FIXED and not (rules.scores or rules.mask.templates)
 
@@ -351,7 +354,7 @@ class Attention:
     def may_lack_row_max(self, masked: bool) -> bool:
         """Whether a row may see no key in the tile's first block."""
         mask = self.rules.mask
-        is_fixed = self.softmax.kind is RowMax.FIXED
+        is_fixed = self.softmax.kind in (RowMax.FIXED, RowMax.RISING)
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit

@@ -50,6 +50,8 @@ are less than 2**-86 of the sum."""
 LEAST_OF_ZEROS = 2.0**-39
 """Row sums from which an output of 0 is a true zero, if values are at least 2**-110."""
 
+FITTING = 2.0**15  # P fits fp16 if a block's P of a thread sums up to no more
+
 SURE = 0.5  # row sums below this cannot make O overflow, whatever V holds
 FAINT = 2.0**-60  # nonzero outputs below this may have lost digits, since V is so small
 STRONG = 2.0**60  # outputs above this may have overflowed in part
@@ -66,6 +68,10 @@ class RowMax(Enum):
     FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
         It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
         tell whether the guess failed (`failed`). It needs a P with the range of fp32.
+    RISING: FIXED for P in fp16. It is the maximum of the first block in which the row sees a key.
+        Other blocks are not searched for a maximum either. If the sum of a block's P tells that P
+        may not fit fp16, the row max rises, and P, sums and O are rescaled. It fails if a score
+        exceeds the row max by more than 127 powers of two.
     LOW: as ONLINE, less `FP8_OFFSET` powers of two, or `OUTLIER_OFFSET` more. Terms reach
         2**FP8_SLACK, which is little less than the largest number in e4m3.
     LINEAR: as LOW, but with `LINEAR_OFFSET`, and without exponentials: P is in codes of e4m3 that
@@ -76,6 +82,7 @@ class RowMax(Enum):
 
     ONLINE = "online"
     FIXED = "fixed"
+    RISING = "rising"
     LOW = "low"
     LINEAR = "linear"
     ZERO = "zero"
@@ -237,7 +244,9 @@ class OnlineSoftmax:
     def exponentiate(
         self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
     ):
-        """Replace scores by exp2(scale_log2 * (score + shift - row max)); sum up."""
+        """Replace scores by exp2(scale_log2 * (score + shift - row max)); sum up.
+        Returns the sums of the block, one for each row."""
+        sums = []
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
             exponents = row.load() * self.scale_log2
@@ -249,7 +258,9 @@ class OnlineSoftmax:
                     row_max = row_max - shifts[r]
                 exponents = exponents - row_max * self.scale_log2
             row.store(cute.math.exp2(exponents, fastmath=True))
-            self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
+            sums.append(row_reduce(row, add, cute.size(row)))
+            self.row_sum[r] = self.row_sum[r] + sums[r]
+        return sums
 
     def has_summed(self):
         """Always true; most kinds need row sums for it."""
@@ -339,6 +350,44 @@ class FixedSoftmax(OnlineSoftmax):
     kind = RowMax.FIXED
 
 
+class RisingSoftmax(OnlineSoftmax):
+    kind = RowMax.RISING
+
+    @cute.jit
+    def fit(
+        self, p: cute.Tensor, sums: cutlass.Constexpr, acc: cute.Tensor, ready: cutlass.Constexpr
+    ):
+        """Raise each row max whose P may not fit fp16; rescale P, sums and O.
+        `sums` are the sums of a block's P. Calls `ready()` before it reads or writes O."""
+        row_max, row_sum, scale_log2 = self.row_max, self.row_sum, self.scale_log2
+        if cute.arch.vote_any_sync(not sums[0] + sums[1] <= FITTING):
+            ready()
+            for r in cutlass.range_constexpr(cute.size(p, mode=[0])):
+                largest = quad_reduce(sums[r], cute.arch.fmax)
+                # An infinite P stays: the row fails.
+                rises = largest > FITTING and largest < Float32.inf
+                powers = cute.math.log2(largest, fastmath=True) if rises else Float32(0.0)
+                # Then P is at most 256, and the correction no subnormal, which would vanish.
+                powers = cute.arch.fmin(powers, Float32(120.0))
+                correction = cute.math.exp2(-powers, fastmath=True)
+                if rises:
+                    row_max[r] = row_max[r] + powers * cute.arch.rcp_approx(scale_log2)
+                row_sum[r] = row_sum[r] * correction
+                for rows in (p, acc):
+                    rows[r, None].store(rows[r, None].load() * correction)
+
+    @cute.jit
+    def failed(
+        self, row: cute.Tensor, r: cutlass.Constexpr, has_sink: cutlass.Constexpr
+    ) -> cutlass.Boolean:
+        """Whether a P of row r was infinite."""
+        return not self.row_sum[r] < Float32.inf  # so that NaN fails
+
+    def surely_in_range(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
+        """Whether none of this thread's rows failed."""
+        return self.row_sum[0] + self.row_sum[1] < Float32.inf
+
+
 class BoundedSoftmax(OnlineSoftmax):
     kind = RowMax.ZERO
 
@@ -371,6 +420,6 @@ class LinearSoftmax(LowSoftmax):
             row.store(row.load() * scale + (CODE_OF_ONE - row_max * scale))
 
 
-KINDS = OnlineSoftmax, FixedSoftmax, BoundedSoftmax, LowSoftmax, LinearSoftmax
+KINDS = OnlineSoftmax, FixedSoftmax, RisingSoftmax, BoundedSoftmax, LowSoftmax, LinearSoftmax
 SOFTMAXES = {softmax.kind: softmax for softmax in KINDS}
 """Classes, not a field: the DSL would turn a constant field into a GPU value at a branch."""
