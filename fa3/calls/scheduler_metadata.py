@@ -134,14 +134,13 @@ def get_scheduler_metadata(
     cu_seqlens_k: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
 ) -> SchedulerMetadata:
-    """Decide how calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func` are run; made once,
-    for all layers.
+    """Decide how the calls of a step are run, once for all layers.
 
-    A call checks that it is what this was made for. Finds out whether whole tiles keep the SMs as
-    busy as tiles that are cut and merged: without cu_seqlens_q, where num_splits is 0,
-    cache_seqlens is on the CPU, and the decode kernel serves the calls. If so, they run without
-    workspace and merge. If lengths have changed by the time of a call, that can cost time, but
-    never changes the result.
+    They are calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func`, and each checks that it
+    is what this was made for. Finds out whether whole tiles keep the SMs as busy as tiles that are
+    cut and merged: without cu_seqlens_q, where num_splits is 0, cache_seqlens is on the CPU, and
+    the decode kernel serves the calls. If so, they run without workspace and merge. If lengths have
+    changed by the time of a call, that can cost time, but never changes the result.
 
     With cu_seqlens_q, for packed queries, it holds what calls have in common whatever their lengths
     are: the kernels read lengths on the GPU. Lengths are checked in the call.

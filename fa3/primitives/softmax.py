@@ -13,7 +13,7 @@ from cutlass import Float32
 SLACK = 8.0  # powers of two by which scores may exceed the row max before sums and O are rescaled
 
 MARGIN = 24.0
-"""Powers of two that a fixed row max lies above the scores it was taken from: this leaves row
+"""Powers of two that a `FIXED` row max lies above the scores it was taken from: this leaves row
 sums more room to grow than to shrink."""
 
 FP8_OFFSET, LINEAR_OFFSET = 6.0, 5.75
@@ -40,8 +40,8 @@ GUESSED = 8
 would delay the exponentials of the tile's first block."""
 
 FEWEST, MOST = 2.0**-64, 2.0**120
-"""A fixed or zero row max was good enough if the row sum lies between these. Terms below 2**-149
-vanish, but do not matter compared with FEWEST; MOST is far enough below infinity."""
+"""A `FIXED` or `ZERO` row max was good enough if the row sum lies between these. Terms below
+2**-149 vanish, but do not matter compared with FEWEST; MOST is far enough below infinity."""
 
 MOST_BESIDE_SINKS = 2.0**40
 """MOST for rows with a sink. A sink may lie far above the row max; then the terms that vanish
@@ -50,7 +50,7 @@ are less than 2**-86 of the sum."""
 LEAST_OF_ZEROS = 2.0**-39
 """Row sums from which an output of 0 is a true zero, if values are at least 2**-110."""
 
-FITTING = 2.0**15  # P fits fp16 if a block's P of a thread sums up to no more
+FITTING = 2.0**15  # P fits fp16 if a thread's P of a block sum up to no more
 
 SURE = 0.5  # row sums below this cannot make O overflow, whatever V holds
 FAINT = 2.0**-60  # nonzero outputs below this may have lost digits, since V is so small
@@ -263,7 +263,7 @@ class OnlineSoftmax:
         return sums
 
     def has_summed(self):
-        """Always true; most kinds need row sums for it."""
+        """A condition that always holds; most kinds need row sums for it."""
         is_plain = self.kind in (RowMax.ONLINE, RowMax.LINEAR)
         return True if is_plain else self.row_sum[0] + self.row_sum[1] >= 0.0
 
@@ -312,7 +312,7 @@ class OnlineSoftmax:
     def failed(
         self, row: cute.Tensor, r: cutlass.Constexpr, has_sink: cutlass.Constexpr
     ) -> cutlass.Boolean:
-        """Whether the fixed or zero row max of row r failed.
+        """Whether the `FIXED` or `ZERO` row max of row r failed.
         `row` is this thread's part of the finished output. If a sink has joined the sum
         (`has_sink`), an output near 0 tells nothing."""
         row_sum, square = self.row_sum[r], sum_of_squares(row, 1.0)
