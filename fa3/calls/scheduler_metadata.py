@@ -134,7 +134,7 @@ def get_scheduler_metadata(
     cu_seqlens_k: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
 ) -> SchedulerMetadata:
-    """Decide how the calls of a step are run, once for all layers.
+    """Decide how calls of a step run, once for all layers.
 
     They are calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func`, and each checks that it
     is what this was made for. Finds out whether whole tiles keep the SMs as busy as tiles that are

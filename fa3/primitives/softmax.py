@@ -357,7 +357,7 @@ class RisingSoftmax(OnlineSoftmax):
     def fit(
         self, p: cute.Tensor, sums: cutlass.Constexpr, acc: cute.Tensor, ready: cutlass.Constexpr
     ):
-        """Raise each row max whose P may not fit fp16; rescale P, sums and O.
+        """Raise row maxima whose P may exceed fp16; rescale P, sums, O.
         `sums` are the sums of a block's P. Calls `ready()` before it reads or writes O."""
         row_max, row_sum, scale_log2 = self.row_max, self.row_sum, self.scale_log2
         if cute.arch.vote_any_sync(not sums[0] + sums[1] <= FITTING):
