@@ -128,8 +128,8 @@ values by name, see `PreparedAttention.attend`."""
 def attend_by(
     plan: Plan | DecodePlan, device: torch.device, launches: tuple[Launch, ...] = ()
 ) -> Attend:
-    """Load the kernels of a plan or of launches; none on CPUs.
-    What is returned serves calls of any lengths."""
+    """Return what attends by a plan, or on GPUs by `launches`.
+    It serves calls of any lengths. Loads the kernels; there are none on CPUs."""
     if device.type == "cuda":
         table = None if plan.table is None else Table.upload(plan.table, device)
         return Prepared.of(launches or plan.launches(), plan.memory, table).run
