@@ -250,12 +250,20 @@ ROW_MAX = SETTINGS["FA3_ROW_MAX"]
 fails and costs 5-12% of a call. With "auto" the planner chooses between it and a fixed one."""
 
 
+TO_BOTH_SIDES = (("is_causal", False),)  # `constants` of ALiBi to both sides
+
+
 def takes_fixed_row_max(spec: AttentionSpec) -> bool:
     """Whether a fixed row max is possible and will rarely fail.
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
     up to `SLACK` powers of two no row can fail, so none needs to be marked."""
     if ROW_MAX == "online" or spec.is_fp8:
         return False
+    if spec.dtype == "float16":
+        # Biases to both sides rise too far towards a query. For windows see `validate`.
+        has_left_only = spec.mask.left and not spec.mask.right
+        if has_left_only or any(score.constants == TO_BOTH_SIDES for score in spec.scores):
+            return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores
         return SLACK * math.log(2.0) < softcap.bind(iter(())).bound <= BOUNDED

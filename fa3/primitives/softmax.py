@@ -70,8 +70,8 @@ class RowMax(Enum):
         tell whether the guess failed (`failed`). It needs a P with the range of fp32.
     RISING: FIXED for P in fp16. It is the maximum of the first block in which the row sees a key.
         Other blocks are not searched for a maximum either. If the sum of a block's P tells that P
-        may not fit fp16, the row max rises, and P, sums and O are rescaled. It fails if a score
-        exceeds the row max by more than 127 powers of two.
+        may not fit fp16, the row max rises, and P, sums and O are rescaled. It fails if scores
+        exceed the row max by some 123 to 128 powers of two, when their sum is infinite.
     LOW: as ONLINE, less `FP8_OFFSET` powers of two, or `OUTLIER_OFFSET` more. Terms reach
         2**FP8_SLACK, which is little less than the largest number in e4m3.
     LINEAR: as LOW, but with `LINEAR_OFFSET`, and without exponentials: P is in codes of e4m3 that
