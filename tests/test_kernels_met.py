@@ -461,7 +461,7 @@ def test_the_page_has_the_numbers_of_the_code():
     assert routes.IDLE_SHARE == 0.5
     for phrase in (
         f"a tile is {rows} queries of one head",
-        f"From {tilings.FIXED_FLOPS / 1e9:g} GFLOP on, bfloat16 calls",
+        f"From {tilings.FIXED_FLOPS / 1e9:g} GFLOP on, calls in 16 bits",
         f"The *short limit* is {routes.MOST_SHORT_ROWS} divided by the query heads",
         f"make `total_q / {FEWEST_ROWS}` tiles for each query head",
         f"`max_seqlen_k` up to {routes.MOST_SHARED_TILE_KEYS}, more sequences",
