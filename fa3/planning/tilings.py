@@ -260,7 +260,7 @@ def takes_fixed_row_max(spec: AttentionSpec) -> bool:
     if ROW_MAX == "online" or spec.is_fp8:
         return False
     if spec.dtype == "float16":
-        # Biases to both sides rise too far towards a query. For windows see `validate`.
+        # Biases to both sides rise too far in a block. For windows see `ForwardConfig.validate`.
         has_left_only = spec.mask.left and not spec.mask.right
         if has_left_only or any(score.constants == TO_BOTH_SIDES for score in spec.scores):
             return False
