@@ -359,7 +359,7 @@ class Decode(DecodeMemory):
         """Convert the blocks of every segment, in the consumer's order."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_converter
-        converter = CacheConverter.of(smem.k, smem.v, warp, thread % WARP, self.converters)
+        converter = CacheConverter((smem.k, smem.v), warp, thread % WARP, self.converters)
         states = converter.states
         while walk.is_valid(cursor):
             following = walk.next(cursor)

@@ -68,7 +68,7 @@ class DecodeBuffers(NamedTuple):
     v: BlockRing
     sums: cute.Tensor | None  # of warps that share a tile's keys, see `WarpAttention.merged`
     number: cute.Tensor  # (1,) int32, the number of the consumer's part among the parts of its tile
-    largest: cute.Tensor  # (4,) int32, of each warp's share of Q, if warps convert blocks
+    largest: cute.Tensor | None  # (4,) int32, of each warp's share of Q, if warps convert blocks
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,8 @@ class DecodeMemory(AttentionKernel):
 
         storage = SmemAllocator().allocate(Storage)
         buffer_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        number = largest = storage.number.get_tensor(cute.make_layout(1))
-        if cutlass.const_expr(self.converts):
-            largest = storage.largest.get_tensor(cute.make_layout(WARPS))
+        number = storage.number.get_tensor(cute.make_layout(1))
+        largest = storage.largest.get_tensor(cute.make_layout(WARPS)) if self.converts else None
         new_pipeline = partial(block_pipeline, gathers=self.gathers)
         ring_k = blocks_k.ring(storage, "k", new_pipeline, WARPS)
         ring_v = blocks_v.ring(storage, "v", new_pipeline, WARPS)

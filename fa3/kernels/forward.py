@@ -339,15 +339,12 @@ class Forward(AttentionKernel):
             loaded_barriers_v: fields_v.loaded_barriers
 
         storage = SmemAllocator().allocate(Storage)
-        buffer_o, largest = storage.o if config.own_o else storage.q, None
-        outer_o = o_layout.outer
+        buffer_o, outer_o = storage.o if config.own_o else storage.q, o_layout.outer
         if cutlass.const_expr(self.format.stages_o_in_v):
             buffer_o = storage.v
             stages = cute.make_layout(config.kv_stages, stride=config.tile_n * self.columns_v)
             outer_o = cute.append(cute.slice_(outer_o, (None, None, 0)), stages)
-        if cutlass.const_expr(maxima > 0):
-            sizes = WARPS, config.consumers, config.q_stages
-            largest = storage.largest.get_tensor(cute.make_layout(sizes))
+        sizes = cute.make_layout((WARPS, config.consumers, config.q_stages))
         new_pipeline = partial(tma_pipeline, peers=config.cluster)
         smem = ForwardBuffers(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
@@ -361,7 +358,7 @@ class Forward(AttentionKernel):
             blocks_k.ring(storage, "k", new_pipeline, warps),
             blocks_v.ring(storage, "v", new_pipeline, warps),
             buffer_o.get_tensor(outer_o, swizzle=o_layout.inner, dtype=self.out_type),
-            largest,
+            storage.largest.get_tensor(sizes) if maxima else None,
             fill_ones(storage.ones) if has_ones else None,
         )
         schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)

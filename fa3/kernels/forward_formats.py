@@ -107,7 +107,7 @@ class Fp8Products(SixteenBits):
         return k, transposed.rewritten(v, self.rewriters)
 
     def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> ValueTransposer:
-        return ValueTransposer(v, warp, lane, self.rewriters)
+        return ValueTransposer((v,), warp, lane, self.rewriters)
 
     def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
@@ -145,4 +145,4 @@ class Fp8Keys(SixteenBits):
         return k, v
 
     def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> CacheConverter:
-        return CacheConverter.of(k, v, warp, lane, self.rewriters)
+        return CacheConverter((k, v), warp, lane, self.rewriters)

@@ -12,7 +12,7 @@ warpgroups issue WGMMAs in turn.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -113,6 +113,8 @@ class Attention:
     dropout: object | None = None  # a `fa3.primitives.dropout.TileDropout`, or None
     scale_v: Float32 | None = None  # what the values are multiplied by; None for 1
 
+    overlaps: ClassVar[bool] = True  # whether P V runs under the softmax of the next block
+
     def wait(self, pipe, state):
         """Wait for a block of K or V."""
         pipe.consumer_wait(state)
@@ -120,11 +122,6 @@ class Attention:
     def wait_for_products(self, pending: int):
         """Wait for all groups of WGMMAs but the last `pending`."""
         warpgroup.wait_group(pending)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether P V runs under the softmax of the next block."""
-        return True
 
     @property
     def parts(self) -> int:

@@ -10,7 +10,6 @@ lanes of a warp are spread over rows and chunks so that neither side has bank co
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -36,9 +35,10 @@ def swizzle_of(row, width: int):
 
 @dataclass(frozen=True)
 class BlockRewriter:
-    """Converts loaded blocks of K or V for the MMA warpgroups."""
+    """Rewrites loaded blocks for the MMA warpgroups, in the order of these."""
 
-    ring: Any  # the `BlockRing`; loaded blocks are (tile_n, columns, stages) in e4m3
+    # `BlockRing`s of K and V, or of V alone; loaded blocks are (tile_n, columns, stages) in e4m3.
+    rings: tuple
     # warp, lane: of this thread; the first of the warps is 0.
     warp: Int32
     lane: Int32
@@ -46,70 +46,82 @@ class BlockRewriter:
 
     @property
     def states(self) -> tuple:
-        """The first pipeline states: of blocks loaded, and of blocks written."""
-        user = pipeline.PipelineUserType
+        """Each ring's first pipeline states: of blocks loaded, and written."""
+        new_state, user = pipeline.make_pipeline_state, pipeline.PipelineUserType
         return tuple(
-            pipeline.make_pipeline_state(kind, cute.size(buffer, mode=[2]))
-            for kind, buffer in (
-                (user.Consumer, self.ring.loaded),
-                (user.Producer, self.ring.blocks),
+            (
+                new_state(user.Consumer, cute.size(ring.loaded, mode=[2])),
+                new_state(user.Producer, cute.size(ring.blocks, mode=[2])),
             )
+            for ring in self.rings
         )
 
     @cute.jit
-    def rewrite(self, from_state, to_state):
-        """Rewrite the next block; return the next states."""
-        self.ring.loading.consumer_wait(from_state)
-        self.copy(from_state, to_state)
+    def rewrite(self, which: cutlass.Constexpr, from_state, to_state):
+        """Rewrite the next block of one ring; return its next states."""
+        ring = self.rings[which]
+        ring.loading.consumer_wait(from_state)
+        self.copy(which, from_state, to_state)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         # Only now: loads may still be on their way when an earlier arrival is seen.
-        self.ring.loading.consumer_release(from_state)
-        self.ring.pipe.producer_commit(to_state)
+        ring.loading.consumer_release(from_state)
+        ring.pipe.producer_commit(to_state)
         from_state.advance()
         to_state.advance()
         return from_state, to_state
 
-    def copy(self, from_state, to_state):
+    def copy(self, which: int, from_state, to_state):
         """Rewrite this warp's part of a block, into a stage it acquires."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class BlockConverter(BlockRewriter):
-    """Converts blocks of K or of V to 16 bits.
+class CacheConverter(BlockRewriter):
+    """Converts blocks of K and V to 16 bits.
 
     At once a warp converts a piece of a group of rows: 64 bytes, or 32, of 8 rows, or of 16. Groups
     that are left over, if the warps do not divide them, are the first warps'.
     """
 
     @cute.jit
-    def copy(self, from_state, to_state):
-        tile_n, columns, _ = (cute.size(self.ring.loaded, mode=[i]) for i in range(3))
+    def run(self, count, states: tuple) -> tuple:
+        """Convert `count` blocks, K one ahead of V; return the next states."""
+        k_states, v_states = states
+        k_states = self.rewrite(0, *k_states)
+        for _ in cutlass.range(count - 1, unroll=1):
+            k_states = self.rewrite(0, *k_states)
+            v_states = self.rewrite(1, *v_states)
+        return k_states, self.rewrite(1, *v_states)
+
+    @cute.jit
+    def copy(self, which: cutlass.Constexpr, from_state, to_state):
+        ring = self.rings[which]
+        tile_n, columns, _ = (cute.size(ring.loaded, mode=[i]) for i in range(3))
         width = min(box_bytes(columns, 1), 64)  # of a piece
         rows = CHUNK * WARP // width
         groups, rest = divmod(tile_n // rows, self.warps)
-        pieces, states = range(0, columns, width), (from_state, to_state)
+        pieces, context = range(0, columns, width), (ring, from_state, to_state)
         begins = tuple((self.warp * groups + i) * rows for i in range(groups))
-        self.convert(pieces, begins, *states, acquires=True)
+        self.convert(pieces, begins, *context, acquires=True)
         if cutlass.const_expr(groups == 0):
             # Each warp commits the stage, also one without a group.
-            self.ring.pipe.producer_acquire(to_state)
+            ring.pipe.producer_acquire(to_state)
         if cutlass.const_expr(rest):  # noqa: SIM102, joined both would be traced
             if self.warp < rest:
                 left_over = (self.warps * groups + self.warp) * rows
-                self.convert(pieces, (left_over,), *states, acquires=False)
+                self.convert(pieces, (left_over,), *context, acquires=False)
 
-    def convert(self, columns: range, begins: tuple, from_state, to_state, acquires: bool) -> None:
+    def convert(self, columns: range, begins: tuple, ring, from_state, to_state, acquires: bool):
         """Convert pieces at some columns of groups that begin at some rows."""
-        loaded, blocks = self.ring.loaded, self.ring.blocks
+        loaded, blocks = ring.loaded, ring.blocks
         places = list(itertools.product(columns, begins))
         for first in range(0, len(places), CHUNKS_AT_ONCE):
             some = places[first : first + CHUNKS_AT_ONCE]
             # All loads come first, which hides what they take.
             chunks = [self.vector(loaded, from_state.index, *place).load() for place in some]
             if first == 0 and acquires:
-                self.ring.pipe.producer_acquire(to_state)
+                ring.pipe.producer_acquire(to_state)
             for place, chunk in zip(some, chunks, strict=True):
                 converted = cute.make_rmem_tensor((VECTOR, 2), blocks.element_type)
                 converted.store(chunk.to(blocks.element_type).reshape((VECTOR, 2)))
@@ -137,34 +149,6 @@ class BlockConverter(BlockRewriter):
         address, space = buffer.iterator.toint() + offset, cute.AddressSpace.smem
         pointer = cute.make_ptr(buffer.element_type, address, space, assumed_align=CHUNK)
         return cute.make_tensor(pointer, CHUNK // size)
-
-
-@dataclass(frozen=True)
-class CacheConverter:
-    """Converts blocks of K and V, in the order of the consumers."""
-
-    k: BlockConverter
-    v: BlockConverter
-
-    @classmethod
-    def of(cls, k, v, *warp_and_lane) -> "CacheConverter":
-        """What converts the blocks of two `BlockRing`s."""
-        return cls(*(BlockConverter(ring, *warp_and_lane) for ring in (k, v)))
-
-    @property
-    def states(self) -> tuple:
-        """The first states, of K and of V."""
-        return self.k.states, self.v.states
-
-    @cute.jit
-    def run(self, count, states: tuple) -> tuple:
-        """Convert `count` blocks, K one ahead of V; return the next states."""
-        k_states, v_states = states
-        k_states = self.k.rewrite(*k_states)
-        for _ in cutlass.range(count - 1, unroll=1):
-            k_states = self.k.rewrite(*k_states)
-            v_states = self.v.rewrite(*v_states)
-        return k_states, self.v.rewrite(*v_states)
 
 
 class ConvertedPipeline(pipeline.PipelineAsync):

@@ -229,14 +229,16 @@ class ValueTransposer(BlockRewriter):
     @cute.jit
     def run(self, count, states: tuple) -> tuple:
         """Transpose so many blocks of V; return the next states."""
+        (v_states,) = states
         for _ in cutlass.range(count, unroll=1):
-            states = self.rewrite(*states)
-        return states
+            v_states = self.rewrite(0, *v_states)
+        return (v_states,)
 
     @cute.jit
-    def copy(self, from_state, to_state):
-        self.ring.pipe.producer_acquire(to_state)
-        tile_n, columns = (cute.size(self.ring.loaded, mode=[i]) for i in range(2))
+    def copy(self, which: cutlass.Constexpr, from_state, to_state):
+        ring = self.rings[which]
+        ring.pipe.producer_acquire(to_state)
+        tile_n, columns = (cute.size(ring.loaded, mode=[i]) for i in range(2))
         width, length = box_bytes(columns, 1), box_bytes(tile_n, 1)
         matrix, row = self.lane // 8, self.lane % 8
         is_first = self.lane < 16
@@ -246,7 +248,7 @@ class ValueTransposer(BlockRewriter):
         column = 16 * (matrix // 2) + 2 * row + (matrix % 2 ^ row // 4)
         block = tile_n * columns
         # Without the swizzles of the buffers.
-        source, target = (Int32(x.iterator.toint()) for x in (self.ring.loaded, self.ring.blocks))
+        source, target = (Int32(x.iterator.toint()) for x in (ring.loaded, ring.blocks))
         source += from_state.index * block + key * width
         target += to_state.index * block + column * length
         swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
