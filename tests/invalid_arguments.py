@@ -80,7 +80,7 @@ NOT_8 = "must have strides that are multiples of 8 elements (16 bytes), got stri
 
 TENSORS = [
     ("dense", "q v", lambda x: x[0], DIMENSIONS),
-    ("dense", "v", lambda x: x[None], "must have 4 dimensions: only flash_attn_func, with q in"),
+    ("dense", "v", lambda x: x[None], DIMENSIONS),
     ("varlen", "q", lambda x: x[None], DIMENSIONS_OF_ROWS),
     ("varlen", "k", lambda x: x[0], DIMENSIONS_OF_ROWS),
     ("cache", "q", lambda x: x[0], "must have 4 dim...(2, 4, 64)"),

@@ -433,10 +433,8 @@ def flash_attn_with_kvcache(
         out: as in `flash_attn_func`, bfloat16 if q is FP8. Caches that are appended to must not
             share memory with another tensor of the call either.
         block_table, s_aux: as in `flash_attn_varlen_func`.
-        q_descale, k_descale, v_descale: (batch, heads_kv) float32: what q, k_cache and v_cache are
-            multiplied by where they are float8_e4m3fn, positive; 1 by default. New tokens are
-            divided by them, limited to 448, the largest such number, and rounded. May be expanded
-            from fewer elements.
+        q_descale, k_descale, v_descale: as in `flash_attn_func`, of q, k_cache and v_cache. New
+            tokens are divided by them, limited to 448, the largest number in FP8, and rounded.
         return_softmax_lse: FlashAttention-3's name for return_lse.
         softmax_scale and the others: as in `flash_attn_func`.
 

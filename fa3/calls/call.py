@@ -448,11 +448,6 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
             f"{name} must be None unless {scaled} is {FP8_DTYPE}, got {scaled} in "
             f"{getattr(call, DESCALES[name]).dtype}"
         )
-    if name == "v" and len(operand.shape) == 5 > len(dimensions):
-        raise ValueError(
-            f"{shown} must have {len(dimensions)} dimensions: only flash_attn_func, with q in FP8, "
-            f"takes V^T, got shape {tuple(operand.shape)}"
-        )
     operand.check_rank(shown, dimensions)
     operand.check_dtype(shown, *dtypes, like_q=name != "q" and dtypes == (call.q.dtype,))
     if name == "q" and operand.device.type not in ("cpu", "cuda"):

@@ -70,10 +70,8 @@ def quantize(
             blocks of columns go through a Hadamard transform that keeps lengths. A block is as long
             as the largest power of two that divides head_dim. Scores stay the same, and outliers
             are spread over a block.
-        transpose_v: whether v is written as the kernel of `flash_attn_func` multiplies it, which
-            saves the kernel from transposing it: (batch, heads_kv, head_dim_v, groups, 16), with
-            the keys of each group of 16 in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. The
-            function knows such a v by its five dimensions. Not with packed sequences.
+        transpose_v: whether v is written as V^T, in the layout that docs/conventions.md describes,
+            so that no warp of `flash_attn_func` transposes it. Not with packed sequences.
 
     Returns:
         q, k and v in float8_e4m3fn, contiguous, and q_descale, k_descale and v_descale,

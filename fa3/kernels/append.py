@@ -79,9 +79,7 @@ class AppendArguments(NamedTuple):
     # cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
     cos: object
     sin: object
-    # What keys and values of an FP8 cache are multiplied by, each (batch, heads_kv) float32; None
-    # unless the cache is FP8.
-    descales: tuple | None
+    descales: tuple | None  # see `symbolic_descales`; None unless the cache is FP8
 
     @classmethod
     def symbolic(cls, kernel: "Append") -> "AppendArguments":

@@ -81,9 +81,7 @@ class DecodeArguments(NamedTuple):
     leftpad: object
     page_table: object  # (batch, pages) int32; None without pages
     modifiers: tuple | None  # the tensors of the spec's scores, mask and sinks; None without any
-    # What keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
-    # float32; None unless the cache is FP8.
-    descales: tuple | None
+    descales: tuple | None  # see `symbolic_descales`; None unless the cache is FP8
     workspace: object  # float32, receives parts of tiles; None if tiles are never cut
     # Address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
     counters: Int64

@@ -208,9 +208,7 @@ class ForwardArguments(NamedTuple):
     # lets this one overlap it; else 0. None without a table.
     overlaps_decode: object = None
     dropout: DropoutArguments | None = None  # see `DropoutArguments`; None without
-    # What FP8 keys, values and, if they are FP8, queries are multiplied by, each (batch, heads_kv)
-    # float32; None in 16 bits.
-    descales: tuple | None = None
+    descales: tuple | None = None  # see `symbolic_descales`; None in 16 bits
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":

@@ -206,7 +206,7 @@ TILINGS_IN_FP8 = tuple(
     Tiling(
         head_dim,
         head_dim_v,
-        masked,
+        None,
         math.inf,
         replace(config, one_level=ONE_LEVEL, exact=EXACT, converted_stages=stages),
         functions,
@@ -214,10 +214,9 @@ TILINGS_IN_FP8 = tuple(
     )
     for stages in (2, 0)  # 0 for V^T
     for functions in (False, True)
-    for masked in (False, True)
     for head_dim, head_dim_v, config in (
         (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3)),
-        (128, 128, ForwardConfig(192, 96, q_stages=1 if ONE_LEVEL else 2, kv_stages=3))
+        (128, 128, ForwardConfig(192, 96, kv_stages=3))
         if ONE_LEVEL and not functions
         else (128, 128, ForwardConfig(128, 128, q_stages=2, kv_stages=2 if stages else 3)),
         (192, 128, ForwardConfig(128, 128)),

@@ -63,7 +63,8 @@ def operands_of(kind: type, call: tuple, **named: object) -> tuple:
 
 
 def symbolic_descales(count: int) -> tuple:
-    """Return what keys, values and queries are multiplied by, each (batch, heads_kv)."""
+    """Return what FP8 keys, values and queries are multiplied by.
+    Each is (batch, heads_kv) float32. Queries in 16 bits have none."""
     return tuple(strided_tensor("float32", 2) for _ in range(count))
 
 

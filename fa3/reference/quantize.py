@@ -45,8 +45,7 @@ def quantize_rows(
 
 def in_key_order(rows: torch.Tensor) -> torch.Tensor:
     """V^T (batch, heads, columns, groups, 16) of V (batch, seqlen, heads, columns).
-    The keys of a group are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. Past the last key is
-    that key again."""
+    Past the last key is that key again."""
     missing = -rows.shape[1] % KEYS_OF_GROUP
     rows = torch.cat((rows, rows[:, -1:].expand(-1, missing, -1, -1)), 1)
     halves = rows.unflatten(1, (rows.shape[1] // KEYS_OF_GROUP, 2, 4, 2))
