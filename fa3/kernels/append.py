@@ -85,6 +85,7 @@ class AppendArguments(NamedTuple):
     def symbolic(cls, kernel: "Append") -> "AppendArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         dtype, rotary = kernel.dtype, kernel.rotary
+        cache_dtype = FP8 if kernel.fp8 else dtype
         batch, tokens, heads = (cute.sym_int() for _ in range(3))
         new = (tokens,) if kernel.ragged else (batch, tokens)
         cache = cute.sym_int(), cute.sym_int()
@@ -100,8 +101,8 @@ class AppendArguments(NamedTuple):
             **rotation,
             k=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim)),
             v=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim_v)),
-            k_cache=arguments.tma_tensor(kernel.cache_dtype, (*cache, heads, kernel.head_dim)),
-            v_cache=arguments.tma_tensor(kernel.cache_dtype, (*cache, heads, kernel.head_dim_v)),
+            k_cache=arguments.tma_tensor(cache_dtype, (*cache, heads, kernel.head_dim)),
+            v_cache=arguments.tma_tensor(cache_dtype, (*cache, heads, kernel.head_dim_v)),
             seqlens=vector(batch),
             new_seqlens=vector(batch, kernel.writes_lengths),
             cu_seqlens=vector(exists=kernel.ragged),
@@ -201,10 +202,6 @@ class Append(KernelBase):
 
     entry_name: ClassVar[str] = "fa3_append"
     arguments_type: ClassVar[type] = AppendArguments
-
-    @property
-    def cache_dtype(self) -> str:
-        return FP8 if self.fp8 else self.dtype
 
     @cute.jit
     def launch(self, call: AppendArguments, stream):

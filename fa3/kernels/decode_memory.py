@@ -150,9 +150,7 @@ class DecodeMemory(AttentionKernel):
 
     @property
     def threads(self) -> int:
-        if self.converts:
-            return WARP * (self.first_converter + self.converters)
-        return WARPGROUP + (WARPGROUP if self.gathers else 2 * WARP)
+        return WARP * (self.first_converter + self.converters * self.converts)
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -90,13 +90,8 @@ def load_word(vector: cute.Tensor, index) -> Uint32:
 
 
 def accumulator(columns: int, dtype) -> cute.Tensor:
-    """A thread's part of 16 rows."""
+    """A thread's part of 16 rows: four registers for each eight columns."""
     return cute.make_rmem_tensor(((2, 2, columns // MMA_COLUMNS), 1, 1), dtype)
-
-
-def registers_of(acc: cute.Tensor) -> cute.Tensor:
-    """The registers of an accumulator, four for each eight columns."""
-    return cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
 
 
 @dataclass(frozen=True)
@@ -205,16 +200,15 @@ class WarpAttention(Attention):
                 operand = two_of(TO_HALVES, words[i][half])
                 sums[i % 2][half] = multiply(q, operand, sums[i % 2][half])
         acc_S = accumulator(MMA_ROWS, Float32)
-        scores = registers_of(acc_S)
         for i in cutlass.range_constexpr(8):
-            scores[i] = sums[0][i // 4][i % 4] + sums[1][i // 4][i % 4]
+            acc_S[i] = sums[0][i // 4][i % 4] + sums[1][i // 4][i % 4]
         return acc_S
 
     @cute.jit
     def issue_pv(self, v_state, part: cutlass.Constexpr):
         """O += P V."""
         words, p = self.regs.v.load(v_state.index, is_transposed=True), words_of(self.regs.p)
-        acc, p = registers_of(self.regs.acc_O), [p[n] for n in range(4)]
+        acc, p = self.regs.acc_O, [p[n] for n in range(4)]
         for i in cutlass.range_constexpr(len(words)):
             low, high = (two_of(TO_COLUMNS, word) for word in words[i])
             for odd in cutlass.range_constexpr(2):
@@ -230,7 +224,7 @@ class WarpAttention(Attention):
         A warp has a share of O's columns. `buffer` is (4, 16, columns + `AFTER_ROW`) float32 in
         shared memory. No warp may still read it from before; warps `meet` when it is written."""
         lane, columns = cute.arch.lane_idx(), cute.size(buffer, mode=[2]) - AFTER_ROW
-        softmax, acc = self.softmax, registers_of(self.regs.acc_O)
+        softmax, acc = self.softmax, self.regs.acc_O
         for r in cutlass.range_constexpr(2):
             row = buffer[warp, lane // 4 + 8 * r, None]
             for i in cutlass.range_constexpr(columns // CHUNK):

@@ -3,6 +3,7 @@
 import torch
 
 from fa3.kernels.append import Append, AppendArguments, Rotary
+from fa3.kernels.quantize import MOST
 from fa3.reference.walker import CPU, on_pages
 from fa3.schedules.sequences import capacity_of
 
@@ -35,18 +36,12 @@ def append_tokens(kernel: Append, *arguments) -> None:
         place = outer[exists], inner[exists]
         if call.descales is not None:
             new_k, new_v = (
-                in_fp8(x, scales[sequence])
+                (x.float() / scales[sequence, :, None]).clamp(-MOST, MOST).to(call.k_cache.dtype)
                 for x, scales in zip((new_k, new_v), call.descales, strict=True)
             )
         call.k_cache[place], call.v_cache[place] = new_k[exists], new_v[exists]
         if call.new_seqlens is not None:
             call.new_seqlens[sequence] = seqlen + len(new_k)
-
-
-def in_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """x (tokens, heads, head_dim) over its heads' scales, in FP8."""
-    most = torch.finfo(torch.float8_e4m3fn).max
-    return (x.float() / scales[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def rows_of_sequence(sequence: int, ends: torch.Tensor | None) -> int | slice:
