@@ -455,7 +455,8 @@ class Forward(AttentionKernel):
         _, mask, _ = bind(self.spec, operands.modifiers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - self.format.rewriters)
-        rewriter = self.format.rewriter(smem.k, smem.v, warp, thread % WARP)
+        fields = (smem.k, smem.v), warp, thread % WARP, self.format.rewriters
+        rewriter = self.format.rewriter(*fields)
         states = rewriter.states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):

@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
-from fa3.primitives.block_memory import BlockMemory, BlockRing
-from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, CacheConverter
+from fa3.primitives.block_memory import BlockMemory
+from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, BlockRewriter, CacheConverter
 from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
     TRANSPOSERS,
@@ -41,6 +41,7 @@ class SixteenBits:
     columns_v: int
 
     converts_q: ClassVar[bool] = False  # whether consumers convert Q
+    rewriter: ClassVar[type[BlockRewriter]]  # what rewrites blocks, if warps do
 
     @property
     def holds_q(self) -> bool:
@@ -67,10 +68,6 @@ class SixteenBits:
         )
         return k, v
 
-    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> ValueTransposer | CacheConverter:
-        """What rewrites blocks, by a thread of rewriter `warp`."""
-        raise NotImplementedError
-
     def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """What makes a tile's attention, the WGMMAs, and this warpgroup's turns."""
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
@@ -92,6 +89,7 @@ class Fp8Products(SixteenBits):
     """FP8 operands; warps transpose V unless it is V^T."""
 
     stages_o_in_v = False  # each thread stores its rows
+    rewriter = ValueTransposer
 
     @property
     def rewriters(self) -> int:
@@ -105,9 +103,6 @@ class Fp8Products(SixteenBits):
             return k, v.transposed(tile_n, self.columns_v)
         transposed = BlockMemory.of(self.columns_v, tile_n, self.dtype, stages)
         return k, transposed.rewritten(v, self.rewriters)
-
-    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> ValueTransposer:
-        return ValueTransposer((v,), warp, lane, self.rewriters)
 
     def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
@@ -126,6 +121,7 @@ class Fp8Keys(SixteenBits):
     Converting K and V to bf16 would take four times as many instructions: 15% of a call's time."""
 
     converts_q = True
+    rewriter = CacheConverter
 
     @property
     def holds_q(self) -> bool:
@@ -143,6 +139,3 @@ class Fp8Keys(SixteenBits):
             for columns in (self.columns, self.columns_v)
         )
         return k, v
-
-    def rewriter(self, k: BlockRing, v: BlockRing, warp, lane) -> CacheConverter:
-        return CacheConverter((k, v), warp, lane, self.rewriters)

@@ -37,8 +37,7 @@ def swizzle_of(row, width: int):
 class BlockRewriter:
     """Rewrites loaded blocks for the MMA warpgroups, in the order of these."""
 
-    # `BlockRing`s of K and V, or of V alone; loaded blocks are (tile_n, columns, stages) in e4m3.
-    rings: tuple
+    rings: tuple  # `BlockRing`s of K and V; loaded blocks are (tile_n, columns, stages) in e4m3
     # warp, lane: of this thread; the first of the warps is 0.
     warp: Int32
     lane: Int32
@@ -70,6 +69,10 @@ class BlockRewriter:
         from_state.advance()
         to_state.advance()
         return from_state, to_state
+
+    def run(self, count, states: tuple) -> tuple:
+        """Rewrite the next `count` blocks; return the next states."""
+        raise NotImplementedError
 
     def copy(self, which: int, from_state, to_state):
         """Rewrite this warp's part of a block, into a stage it acquires."""

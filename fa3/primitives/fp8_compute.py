@@ -229,10 +229,10 @@ class ValueTransposer(BlockRewriter):
     @cute.jit
     def run(self, count, states: tuple) -> tuple:
         """Transpose so many blocks of V; return the next states."""
-        (v_states,) = states
+        k_states, v_states = states
         for _ in cutlass.range(count, unroll=1):
-            v_states = self.rewrite(0, *v_states)
-        return (v_states,)
+            v_states = self.rewrite(1, *v_states)
+        return k_states, v_states
 
     @cute.jit
     def copy(self, which: cutlass.Constexpr, from_state, to_state):
