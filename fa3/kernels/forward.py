@@ -51,7 +51,7 @@ from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import BlockStream, Mmas
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, TmaBlocks, stream_of_keys
 from fa3.primitives.dropout import DropoutArguments, TileDropout
-from fa3.primitives.fp8_blocks import CONVERTED, convert_fragment, convert_rows
+from fa3.primitives.fp8_blocks import CONVERTED, convert_registers, convert_rows, largest_of_warps
 from fa3.primitives.fp8_compute import ONES, fill_ones
 from fa3.primitives.fragments import ScoreCoords, read_fragment
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
@@ -580,7 +580,8 @@ class Forward(AttentionKernel):
         largest = smem.largest[None, group, q_state.index]
         if self.format.holds_q:
             read_fragment(rows, mmas.qk, thread, q)
-            return convert_fragment(q, largest, barrier, thread)
+            shared = largest, thread, barrier.arrive_and_wait
+            return convert_registers([q], lambda bits: largest_of_warps(bits, *shared))
         unscale = convert_rows(rows, self.dtype, Int32(ROWS), largest, barrier, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()

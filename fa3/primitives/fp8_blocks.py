@@ -9,6 +9,7 @@ lanes of a warp are spread over rows and chunks so that neither side has bank co
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -201,17 +202,21 @@ def convert_rows(
     return unscale
 
 
-def convert_fragment(fragment: cute.Tensor, largest: cute.Tensor, barrier, thread):
-    """Do what `convert_rows` does, to a thread's part of Q in registers."""
-    unscale = Float32(1.0)
-    if fragment.element_type is not CONVERTED:
-        wide = cute.make_rmem_tensor(cute.size(fragment), Float32)
-        widen_words(fragment, wide)
-        bits = float_bits(largest_finite(Float32(0.0), wide))
-        bits = largest_of_warps(bits, largest, thread, barrier.arrive_and_wait)
-        scale, unscale = powers_of_two(bits)
-        wide.store(wide.load() * scale)
-        convert_words(wide, cute.recast_tensor(cute.flatten(fragment), CONVERTED))
+def convert_registers(pieces: list[cute.Tensor], largest_of_threads: Callable) -> Float32:
+    """Do what `convert_rows` does, to pieces of a thread's Q in registers.
+    `largest_of_threads` returns the largest of a number that each thread has."""
+    most, unscale = Float32(0.0), Float32(1.0)
+    if pieces[0].element_type is not CONVERTED:
+        wide = cute.make_rmem_tensor(cute.size(pieces[0]), Float32)
+        for piece in pieces:
+            widen_words(piece, wide)
+            most = largest_finite(most, wide)
+        scale, unscale = powers_of_two(largest_of_threads(float_bits(most)))
+        for piece in pieces:
+            if len(pieces) > 1:  # A single piece is still wide.
+                widen_words(piece, wide)
+            wide.store(wide.load() * scale)
+            convert_words(wide, cute.recast_tensor(cute.flatten(piece), CONVERTED))
     return unscale
 
 

@@ -18,23 +18,19 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from fa3.primitives.attention import Attention
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fp8_blocks import (
     CHUNK,
     CONVERTED,
-    largest_finite,
+    convert_registers,
     load_matrices,
-    powers_of_two,
     swizzle_of,
 )
 from fa3.primitives.fragments import (
     as_rows_and_columns,
-    convert_words,
-    float_bits,
-    widen_words,
     words_of,
 )
 from fa3.primitives.packed_rows import PackedCoords
@@ -159,19 +155,9 @@ class WarpFragments:
                     # An MMA would copy registers of a longer load each time.
                     for half in cutlass.range_constexpr(2):
                         self.q[2 * half + r, i] = load_word(vector, lane % 2 * 2 + half)
-        most, unscale = Float32(0.0), Float32(1.0)
-        if cutlass.const_expr(dtype is BFloat16):
-            # The rows are multiplied by a power of two, as they may be too large or too small.
-            wide = cute.make_rmem_tensor(2 * 4, Float32)
-            for i in cutlass.range_constexpr(steps):
-                widen_words(cute.recast_tensor(self.q[None, i], BFloat16), wide)
-                most = largest_finite(most, wide)
-            scale, unscale = powers_of_two(cute.arch.warp_redux_sync(float_bits(most), "max"))
-            for i in cutlass.range_constexpr(steps):
-                widen_words(cute.recast_tensor(self.q[None, i], BFloat16), wide)
-                wide.store(wide.load() * scale)
-                convert_words(wide, cute.recast_tensor(self.q[None, i], CONVERTED))
-        return unscale
+        read_type = CONVERTED if dtype.width == 8 else dtype
+        pieces = [cute.recast_tensor(self.q[None, i], read_type) for i in range(steps)]
+        return convert_registers(pieces, lambda bits: cute.arch.warp_redux_sync(bits, "max"))
 
 
 def coords_of_warp(warp, tile, tile_n: int, qhead_per_kvhead: int) -> PackedCoords:
