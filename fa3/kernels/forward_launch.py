@@ -157,10 +157,6 @@ class ForwardConfig:
                 )
         if self.fixed_row_max and spec.is_fp8:
             raise ValueError("fixed_row_max must be False in FP8: its range is small")
-        rises = spec.dtype == "float16" or has_fp8_cache
-        if self.fixed_row_max and rises and spec.mask.left and not spec.mask.right:
-            # A row whose first block has only scores of -inf would keep them as its row max.
-            raise ValueError("fixed_row_max must be False in float16 with a window to the left")
         if self.fixed_row_max and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_row_max must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)

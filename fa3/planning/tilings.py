@@ -258,11 +258,9 @@ def takes_fixed_row_max(spec: AttentionSpec) -> bool:
     up to `SLACK` powers of two no row can fail, so none needs to be marked."""
     if ROW_MAX == "online" or spec.is_fp8:
         return False
-    if spec.dtype == "float16":
-        # Biases to both sides rise too far in a block. For windows see `ForwardConfig.validate`.
-        has_left_only = spec.mask.left and not spec.mask.right
-        if has_left_only or any(score.constants == TO_BOTH_SIDES for score in spec.scores):
-            return False
+    # In float16 biases to both sides rise too far in a block.
+    if spec.dtype == "float16" and any(x.constants == TO_BOTH_SIDES for x in spec.scores):
+        return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores
         return SLACK * math.log(2.0) < softcap.bind(iter(())).bound <= BOUNDED

@@ -349,10 +349,10 @@ class Attention:
         return sees_first_key
 
     def may_lack_row_max(self, masked: bool) -> bool:
-        """Whether a row may see no key in the tile's first block."""
+        """Whether a tile's first block may leave a row without row max."""
         mask = self.rules.mask
         is_fixed = self.softmax.kind in (RowMax.FIXED, RowMax.RISING)
-        return is_fixed and ((masked and mask.right) or bool(mask.templates))
+        return is_fixed and (bool(masked and (mask.right or mask.left)) or bool(mask.templates))
 
     @cute.jit
     def is_finite(self, r: cutlass.Constexpr) -> cutlass.Boolean:
