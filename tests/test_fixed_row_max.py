@@ -11,7 +11,7 @@ import torch
 from gpu_checks import captured, used_counters
 from pairs import pairs
 from problems import CAUSAL, DTYPES, attend, make_operands, make_problem
-from reference import check_attention, dense
+from reference import check_attention, dense, visible
 from score_problems import RelativeBias
 
 import fa3
@@ -276,10 +276,8 @@ def test_visible_scores_of_minus_infinity(fixed, window, dtype, device):
         k[..., 0] = low  # scores that vanish beside the row max 0
         k[:, -count:, :, 0] = -torch.inf
         out, lse = attend(q, k, v, window, plan=plan_of(problem, fixed=fixed))
-        at = torch.arange(640, device=device)
-        ahead = at - at[:, None]
-        seen = (at < 640 - count) & (ahead <= (window.right if window.right >= 0 else 640))
-        seen = seen & (-ahead <= (window.left if window.left >= 0 else 640))
+        seen = visible(640, 640, window, device)
+        seen[:, -count:] = False
         scores = (
             torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat(1, 1, 2, 1)) * 128**-0.5
         )

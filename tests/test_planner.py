@@ -32,7 +32,7 @@ from fa3.planning.planner import (
 from fa3.planning.prediction import Load, loads_of_whole_tiles, times_of
 from fa3.planning.tilings import TILINGS, TiledProblem, alternatives, choose_config, configs
 from fa3.primitives.shared_memory import CAPACITY
-from fa3.problem import Window, visible_pairs
+from fa3.problem import FP8, Window, visible_pairs
 from fa3.schedules import SCHEDULES, SingleTile, StaticPersistent, TileList, walk
 from fa3.schedules.split import LEAVE_US, MERGE_US, balance
 from fa3.scores.scores import Alibi
@@ -171,6 +171,13 @@ def test_parts_under_a_bias_follow_their_scores():
 def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():
     problem = make_problem(1, 128, 8192, 16, 1, 192, CAUSAL, head_dim_v=128)
     assert plan_forward(problem).schedule.name == "split"
+
+
+def test_calls_with_transposed_v_have_the_schedules_that_were_measured():
+    for head_dim, window, expected in ((128, Window(), "dynamic"), (256, CAUSAL, "split")):
+        problem = make_problem(2, 8192, 8192, 8, 1, head_dim, window, FP8)
+        spec = replace(problem.spec, fp8_out="bfloat16", transposed_v=True)
+        assert plan_forward(replace(problem, spec=spec)).schedule.name == expected
 
 
 def test_parts_are_taken_where_whole_tiles_leave_sms_idle():

@@ -482,14 +482,12 @@ def moved(column: int, by: int, part: int | None = None):
 def swap_slots(units, places):
     """Give the first tile in parts the slots of the second."""
     first, second = places[:2]
-    assert len(first) == len(second)
     units[[*first, *second], 3] = units[[*second, *first], 3]
 
 
 def same_slots(units, places):
     """Let two tiles share their slots."""
-    first, second = places[:2]
-    units[second, 3] = units[first, 3]
+    units[places[1], 3] = units[places[0], 3]
 
 
 def whole_in_a_slot(units, places):
