@@ -37,7 +37,7 @@ GRID = (
     "h100-2026-11-27-peers",
 )
 FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
-DECODE = ("h100-2026-11-27-heads", "h200-2026-11-27-peers")
+DECODE = ("h100-2026-11-27-heads", "h200-2026-11-28-decode")
 PACKED = ("h100-2026-11-27-grid", "h200-2026-11-27-peers")
 BACKWARD = (
     "h200-2026-11-28-heads",
@@ -94,8 +94,8 @@ Microseconds. In brackets: GB/s of keys and values read, and their share of the 
 reads device memory in the same run, which is no upper bound. *Batch-invariant*, next to *over the
 best peer*, is the speed with `batch_invariant=True` over the speed without. The table of page sizes
 is of 32/8, 16 x 8k; *over contiguous* is the speed on pages over the speed on a contiguous cache.
-*fa3-fp8* reads an FP8 cache, and *over fa3* is its speed over fa3's on a bfloat16 cache. Calls on
-[FP8 caches](decoding.md#caches-in-fp8) have become faster since these records.
+*fa3-fp8* reads an [FP8 cache](decoding.md#caches-in-fp8), and *over fa3* is its speed over fa3's on
+a bfloat16 cache.
 """
 
 OF_PACKING = """\
