@@ -46,6 +46,7 @@ from fa3.schedules import (
 )
 from fa3.schedules.order import check_schedule
 from fa3.schedules.recompute import RecomputeTiles
+from fa3.schedules.split import MANY_TILES
 from fa3.scores import masks
 from fa3.scores.masks import Band
 from fa3.settings import check_settings
@@ -472,10 +473,11 @@ def first_schedule(spec: AttentionSpec) -> str:
 
 def prefers_parts(tiled: TiledProblem) -> bool:
     """Whether to split tiles, though SMs may be busy without that.
-    With V^T and head size 256 that is up to 9% faster (docs/experiments.md)."""
+    With V^T and head size 256 that is up to 9% faster (docs/experiments.md). Of many tiles the host
+    would take long to lay out the parts."""
     spec = tiled.problem.spec
-    is_large = tiled.order.num_tiles >= tiled.gpu.num_sms
-    return spec.transposed_v and spec.head_dim == MAX_HEAD_DIM and is_large
+    has_measured_count = tiled.gpu.num_sms <= tiled.order.num_tiles <= MANY_TILES
+    return spec.transposed_v and spec.head_dim == MAX_HEAD_DIM and has_measured_count
 
 
 def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
