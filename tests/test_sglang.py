@@ -14,8 +14,6 @@ import test_vllm
 import torch
 from varlen_problems import ends_of
 
-import fa3
-
 HEADS, HEADS_KV, HEAD_DIM, CAPACITY = 4, 2, 32, 96
 DOCUMENT = Path(__file__).parents[1] / "docs" / "engines.md"
 # -------------------------------------------------------------------- what stands for SGLang 0.5.23
@@ -77,10 +75,6 @@ def drawn(rows: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> torch.Tens
     return torch.randn(rows, heads, head_dim, dtype=torch.bfloat16)
 
 
-def close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-
-
 class Requests:
     """Requests of some tokens each, of which some are new, in SGLang's pool of slots.
 
@@ -120,15 +114,7 @@ class Requests:
     def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, **options) -> None:
         """Compare with each request by itself."""
         options = {"softmax_scale": 0.2, "causal": True} | options
-        calls = zip(self.q, self.k, self.v, strict=True)
-        alone = [
-            fa3.flash_attn_func(*(t[None] for t in qkv), return_lse=True, **options)
-            for qkv in calls
-        ]
-        close(out, torch.cat([one[0] for one, _ in alone]))
-        if lse is not None:
-            # (1, heads, queries) each
-            close(lse, torch.cat([one[0] for _, one in alone], dim=1))
+        test_vllm.check_requests(self.q, self.k, self.v, out, lse, **options)
 
 
 BATCHES = test_vllm.BATCHES | {"verify": ([40, 17, 90], [4, 4, 4])}
@@ -174,9 +160,8 @@ def test_latent_attention_that_is_written_out():
     given |= {"max_seqlen_q": 20, "max_seqlen_k": 30, "softmax_scale": 0.2}
     found, lse, *_ = call("flash_attn_varlen_func", **given, return_softmax_lse=True, out=out)
     assert found is out and lse.shape == (HEADS, 23)
-    parts = zip(q.split(new), k.split(before), v.split(before), strict=True)
-    alone = [fa3.flash_attn_func(*(t[None] for t in qkv), 0.2)[0] for qkv in parts]
-    close(out, torch.cat(alone))
+    parts = q.split(new), k.split(before), v.split(before)
+    test_vllm.check_requests(*parts, out, lse, softmax_scale=0.2)
 
 
 def test_what_is_refused(modules):

@@ -20,11 +20,12 @@ from fa3.integrations import vllm as plugin
 
 MODULE = "fa3.integrations.vllm_backend"
 HEADS, HEAD_SIZE, PAGE, CAPACITY = 4, 32, 16, 96
+FP8, SLOPES = torch.float8_e4m3fn, [0.5, 0.25, 0.1, 0.0]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
-LAYER = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
-"""A layer of the model, as far as implementations look at it."""
+LAYER = SimpleNamespace(_k_scale=torch.tensor(0.25), _v_scale=torch.tensor(0.5))
+"""A layer of the model, as far as implementations look at it. Scales count in FP8 caches only."""
 
 # --------------------------------------------------------------------- what stands for vLLM 0.33.0
 
@@ -55,13 +56,15 @@ class AttentionType(str, Enum):
     DECODER = "decoder"
 
 
-def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, *unused):
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, dtype, *scales):
     """In torch what vLLM's kernel does: a slot is page * tokens of a page + token, -1 is none."""
     tokens = key_cache.shape[1]
-    for row, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            key_cache[slot // tokens, slot % tokens] = key[row]
-            value_cache[slot // tokens, slot % tokens] = value[row]
+    for rows, cache, scale in zip((key, value), (key_cache, value_cache), scales, strict=True):
+        if dtype != "auto":
+            rows = (rows.float() / scale).to(FP8).view(torch.uint8)
+        for row, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                cache[slot // tokens, slot % tokens] = rows[row]
 
 
 MODULES = {
@@ -121,42 +124,44 @@ def backend(request, monkeypatch):
 class Requests:
     """Requests of some tokens each, of which some are new in this step, and their pages."""
 
-    def __init__(self, lengths: list[int], new: list[int], heads_kv: int = 2, by_token=False):
+    def __init__(self, batch: str, heads_kv: int, by_token: bool, kv_cache_dtype: str):
         torch.manual_seed(0)
         options = {"dtype": torch.bfloat16}
-        self.lengths, self.new = lengths, new
+        self.lengths, self.new = lengths, new = BATCHES[batch]
         self.ends = torch.tensor([0, *new]).cumsum(0).int()
         self.seq_lens = torch.tensor(lengths).int()
         self.q = [torch.randn(n, HEADS, HEAD_SIZE, **options) for n in new]
+        # Numbers that caches in FP8 hold too, after division by their scales.
         self.k, self.v = (
-            [torch.randn(length, heads_kv, HEAD_SIZE, **options) for length in lengths]
+            [torch.randn(n, heads_kv, HEAD_SIZE).to(FP8).bfloat16() for n in lengths]
             for _ in range(2)
         )
         pages = CAPACITY // PAGE
         order = torch.randperm(len(lengths) * pages)
         self.block_table = order.view(len(lengths), pages).int()
+        # Where tokens go, (requests, tokens)
+        self.slots = (order.view(-1, pages, 1) * PAGE + torch.arange(PAGE)).flatten(1)
         # What is in no page yet must not matter.
         shape = len(order), heads_kv, PAGE, 2 * HEAD_SIZE
         self.cache = torch.full(shape, torch.nan, **options)
+        if kv_cache_dtype != "auto":
+            self.cache = self.cache.to(FP8).view(torch.uint8)
         if by_token:
             self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
-
-    def slots(self, request: int, first: int) -> torch.Tensor:
-        """Where a request's tokens go, from `first` on."""
-        at = torch.arange(first, self.lengths[request])
-        return self.block_table[request][at // PAGE].long() * PAGE + at % PAGE
 
     def run(self, backend, impl, causal: bool = True) -> torch.Tensor:
         """Two steps as vLLM makes them: the old tokens into the cache, then the new ones; attend
         from these. There are three rows of padding."""
         total = sum(self.new)
         for begin in (0, 1):
-            k, v, slots = [], [], []
-            for i, (length, new) in enumerate(zip(self.lengths, self.new, strict=True)):
-                rows = slice(length - new, length) if begin else slice(0, length - new)
-                k.append(self.k[i][rows])
-                v.append(self.v[i][rows])
-                slots.append(self.slots(i, 0)[rows])
+            rows = [
+                slice(n - new, n) if begin else slice(n - new)
+                for n, new in zip(self.lengths, self.new, strict=True)
+            ]
+            k, v, slots = (
+                [one[of_one] for one, of_one in zip(of_all, rows, strict=True)]
+                for of_all in (self.k, self.v, self.slots)
+            )
             slot_mapping = torch.cat(slots)
             impl.do_kv_cache_update(LAYER, padded(k), padded(v), self.cache, slot_mapping)
         common = backend.CommonAttentionMetadata(
@@ -174,11 +179,18 @@ class Requests:
         assert (output[total:] == 7.0).all()
         return output[:total]
 
-    def check(self, out: torch.Tensor, **options) -> None:
-        """Compare with each request by itself, without pages."""
-        calls = zip(self.q, self.k, self.v, strict=True)
-        alone = [fa3.flash_attn_func(*(t[None] for t in qkv), **options)[0] for qkv in calls]
-        torch.testing.assert_close(out, torch.cat(alone), rtol=2e-2, atol=2e-2)
+
+def check_requests(q, k, v, out, lse=None, **options) -> None:
+    """Compare with each request by itself, without pages."""
+    calls = zip(q, k, v, strict=True)
+    alone = [
+        fa3.flash_attn_func(*(t[None] for t in qkv), return_lse=True, **options) for qkv in calls
+    ]
+    torch.testing.assert_close(out, torch.cat([one[0] for one, _ in alone]), rtol=2e-2, atol=2e-2)
+    if lse is not None:
+        # (1, heads, queries) each
+        right = torch.cat([one[0] for _, one in alone], dim=1)
+        torch.testing.assert_close(lse, right, rtol=2e-2, atol=2e-2)
 
 
 def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -196,37 +208,37 @@ LAYERS = {
     "plain": ({}, {}),
     "window": ({"sliding_window": 12}, {"window_size": (11, 0)}),
     "softcap": ({"logits_soft_cap": 20.0}, {"softcap": 20.0}),
-    "alibi": (
-        {"alibi_slopes": [0.5, 0.25, 0.1, 0.0]},
-        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
-    ),
+    "alibi": ({"alibi_slopes": SLOPES}, {"alibi_slopes": torch.tensor(SLOPES)}),
     "sinks": ({"sinks": torch.arange(4.0)}, {"sinks": torch.arange(4.0)}),
 }
 """What vLLM gives to a layer, and what that is to fa3."""
 
 
-def check(backend, requests: Requests, given: dict, options: dict, heads_kv: int = 2):
+def check(backend, given: dict, options: dict, batch="mixed", heads_kv=2, by_token=False):
+    requests = Requests(batch, heads_kv, by_token, given.get("kv_cache_dtype", "auto"))
     impl = backend.Fa3Backend.get_impl_cls()(HEADS, HEAD_SIZE, 0.2, heads_kv, **given)
     options = {"softmax_scale": 0.2, "causal": True} | options
-    requests.check(requests.run(backend, impl, options["causal"]), **options)
+    out = requests.run(backend, impl, options["causal"])
+    check_requests(requests.q, requests.k, requests.v, out, **options)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_batches(backend, batch, layer):
-    check(backend, Requests(*BATCHES[batch]), *LAYERS[layer])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_batches(backend, batch, layer, dtype):
+    given, options = LAYERS[layer]
+    check(backend, given | {"kv_cache_dtype": dtype}, options, batch)
 
 
 @pytest.mark.parametrize("heads_kv", [1, 4])
 @pytest.mark.parametrize("by_token", [False, True])
-def test_caches_as_vllm_lays_them(backend, heads_kv, by_token):
-    requests = Requests(*BATCHES["mixed"], heads_kv, by_token)
-    check(backend, requests, {}, {}, heads_kv)
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_caches_as_vllm_lays_them(backend, heads_kv, by_token, dtype):
+    check(backend, {"kv_cache_dtype": dtype}, {}, heads_kv=heads_kv, by_token=by_token)
 
 
 def test_a_window_has_two_sides_without_causality(backend):
-    options = {"causal": False, "window_size": (11, 11)}
-    check(backend, Requests(*BATCHES["mixed"]), {"sliding_window": 12}, options)
+    check(backend, {"sliding_window": 12}, {"causal": False, "window_size": (11, 11)})
 
 
 def test_one_head_has_strides_for_tma(backend):
@@ -244,7 +256,8 @@ def test_what_the_backend_serves(backend):
     ]  # fmt: skip
     capabilities = [SimpleNamespace(major=major, minor=0) for major in (8, 9, 10)]
     assert list(map(one.supports_compute_capability, capabilities)) == [False, True, False]
-    assert one.supports_kv_cache_dtype("bfloat16") and not one.supports_kv_cache_dtype("fp8")
+    dtypes = "auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
+    assert list(map(one.supports_kv_cache_dtype, dtypes)) == [True] * 4 + [False]
     assert one.supports_sink() and one.supports_sliding_window() and one.supports_non_causal()
     assert not one.forward_includes_kv_cache_update
 
@@ -253,10 +266,11 @@ def test_what_a_layer_refuses(backend):
     impl = backend.Fa3Backend.get_impl_cls()
     for given, message in (
         ({"attn_type": "encoder"}, "decoders only, got encoder"),
-        ({"kv_cache_dtype": "fp8"}, "no caches of fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "no caches of fp8_e5m2"),
+        ({"kv_cache_dtype": "fp8", "head_size": 40}, "multiples of 16, got 40"),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            impl(HEADS, HEAD_SIZE, 0.2, **given)
+            impl(**{"num_heads": HEADS, "head_size": HEAD_SIZE, "scale": 0.2} | given)
     layer = impl(HEADS, HEAD_SIZE, 0.2)
     out = torch.ones(2, HEADS, HEAD_SIZE)
     assert layer.forward(LAYER, out, out, out, out, None, out) is out and not out.any()

@@ -11,6 +11,7 @@ page, 2 * head_size): each token's key, then its value.
 """
 
 from copy import copy
+from typing import Any
 
 import torch
 from vllm import _custom_ops
@@ -25,7 +26,7 @@ from vllm.v1.attention.backend import (
 )
 
 from fa3.calls.attention import flash_attn_varlen_func
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
+from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
 
 if not hasattr(AttentionBackend, "supported_kv_cache_layouts"):
     raise ImportError("fa3's backend needs vLLM 0.32 or newer, whose caches have another layout")
@@ -33,12 +34,15 @@ if not hasattr(AttentionBackend, "supported_kv_cache_layouts"):
 PAGE_UNIT = 16
 """Tokens of a page come in multiples of this, so that few TMA copies fetch a block of keys."""
 
+FP8_CACHES = "fp8", "fp8_e4m3"
+"""What vLLM calls caches in e4m3. Their tensors have the dtype uint8."""
+
 
 class Fa3Backend(AttentionBackend):
     """What vLLM asks before it chooses: which layers fa3 can serve."""
 
     supported_dtypes = [torch.float16, torch.bfloat16]  # noqa: RUF012
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", *FP8_CACHES]  # noqa: RUF012
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -129,6 +133,10 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
             raise NotImplementedError(f"fa3's backend serves decoders only, got {attn_type}")
         if not Fa3Backend.supports_kv_cache_dtype(kv_cache_dtype):
             raise NotImplementedError(f"fa3's backend has no caches of {kv_cache_dtype}")
+        if kv_cache_dtype in FP8_CACHES and head_size % FP8_UNIT:
+            raise NotImplementedError(
+                f"FP8 caches need head sizes that are multiples of {FP8_UNIT}, got {head_size}"
+            )
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.scale = float(scale)
@@ -168,7 +176,7 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,  # with the scales of an FP8 cache
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -193,6 +201,12 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
         step = attn_metadata
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
+        k_descale = v_descale = None
+        if self.kv_cache_dtype in FP8_CACHES:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            shape = step.seq_lens.shape[0], self.num_kv_heads
+            k_descale = layer._k_scale.expand(shape)
+            v_descale = layer._v_scale.expand(shape)
         keys, values = self.caches(kv_cache)
         flash_attn_varlen_func(
             query[: step.num_actual_tokens],
@@ -203,6 +217,8 @@ class Fa3Attention(AttentionImpl[CommonAttentionMetadata]):
             step.max_query_len,
             step.max_seq_len,
             seqused_k=step.seq_lens,
+            k_descale=k_descale,
+            v_descale=v_descale,
             softmax_scale=self.scale,
             causal=step.causal,
             # Without causality a window has two sides.
