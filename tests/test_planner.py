@@ -174,10 +174,13 @@ def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():
 
 
 def test_calls_with_transposed_v_have_the_schedules_that_were_measured():
-    for batch, head_dim, expected in ((2, 128, "dynamic"), (2, 256, "split"), (6, 256, "dynamic")):
+    for batch, head_dim, expected in ((2, 128, "dynamic"), (6, 256, "dynamic"), (2, 256, "split")):
         problem = make_problem(batch, 8192, 8192, 8, 1, head_dim, dtype=FP8)
         spec = replace(problem.spec, fp8_out="bfloat16", transposed_v=True)
-        assert plan_forward(replace(problem, spec=spec)).schedule.name == expected
+        problem = replace(problem, spec=spec)
+        assert plan_forward(problem).schedule.name == expected
+    pairs = replace(choose_config(problem, H200), cluster_m=2)
+    assert plan_forward(problem, config=pairs).schedule.name == "list"
 
 
 def test_parts_are_taken_where_whole_tiles_leave_sms_idle():

@@ -284,8 +284,7 @@ OVERHEADS = TILE, MERGE, LEAVE = 1.5, 1.4, 0.6
 
 
 def time_of(segment: Segment, ranges: KeyRanges) -> float:
-    """A segment's time in key blocks, without masks; tiles begin at block 0, and the first part
-    merges."""
+    """A segment's time in key blocks, without masks. The part at block 0 merges."""
     blocks = segment.end - segment.begin + ranges.unit
     if segment.is_whole:
         return blocks
@@ -402,10 +401,8 @@ def table_of(schedule, change):
 
 
 def parts_of(change) -> SplitTiles:
-    """Return the schedule in parts after `change(units, places)`, which says where parts are.
-
-    `places` are the places of every tile's parts among the units, in the order of their keys.
-    """
+    """Return the schedule in parts after `change(units, places)`.
+    `places` are the places of every tile's parts among the units, in the order of their keys."""
 
     def change_units(table):
         units = table.reshape(-1, 4)

@@ -473,11 +473,13 @@ def first_schedule(spec: AttentionSpec) -> str:
 
 def prefers_parts(tiled: TiledProblem) -> bool:
     """Whether to split tiles, whatever times are predicted.
-    With V^T and head size 256 that is up to 9% faster (docs/experiments.md; timed with up to 1024
-    tiles). Of more tiles than these the host would take long to lay out the parts."""
-    spec = tiled.problem.spec
+    With V^T and head size 256 that is up to 9% faster in single CTAs (docs/experiments.md; timed
+    with up to 1024 tiles). Of more tiles than these the host would take long to lay out the parts.
+    """
+    spec, is_single = tiled.problem.spec, tiled.config.cluster == 1
     has_usual_count = tiled.gpu.num_sms <= tiled.order.num_tiles <= MANY_TILES
-    return spec.transposed_v and spec.head_dim == MAX_HEAD_DIM and has_usual_count
+    is_wide = spec.transposed_v and spec.head_dim == MAX_HEAD_DIM
+    return is_wide and is_single and has_usual_count
 
 
 def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
