@@ -44,6 +44,7 @@ from fa3.tools import warmup as module
 from fa3.tools.compile_pool import compile_all
 from fa3.tools.models import CALLS, CAUSAL, MOST_HEADS, PRESETS, Model, causal_window, preset_of
 
+IN_FP8 = Model(16, 16, 64, 64, "float8_e4m3fn", has_fp8_cache=True)
 MANY_ROWS = replace(PRESETS["gemma2-9b"], heads_q=64, heads_kv=2, windows=(causal_window(128),))
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
 
@@ -154,7 +155,7 @@ def test_options_go_before_what_a_preset_says(monkeypatch):
 
 @pytest.mark.parametrize(
     "model",
-    [PRESETS["llama3-8b"], PRESETS["gpt-oss"], MANY_ROWS, Model(128, 128, 128, 128)],
+    [PRESETS["llama3-8b"], PRESETS["gpt-oss"], MANY_ROWS, Model(128, 128, 128, 128), IN_FP8],
     ids=lambda model: f"{model.heads_q},{model.heads_kv}",
 )
 def test_kernels_have_keys_and_names_of_their_own(few_sizes, model):
@@ -165,6 +166,7 @@ def test_kernels_have_keys_and_names_of_their_own(few_sizes, model):
     assert cuts == {StreamK, CtaGroups, NoSplit}
     assert all(kernel.is_storable for kernel in kernels)
     assert any("64-bit counts" in name for name in names) == (model.heads_kv > 64)
+    assert any("V^T" in name for name in names) == model.is_fp8
     check_words(names)
 
 
@@ -176,7 +178,7 @@ def check_words(names: Iterable[str]) -> None:
     told = ", ".join(first + re.findall(r"\*([^*]+)\*", table)).lower()
     words = {re.sub(r"\d+", "0", word.strip()) for word in re.split("[,;]", told)}
     roles = "forward|decode|combine|append|(tile|segment|shared-tile) table|backward( preprocess)?"
-    known = rf"{roles}|bfloat16|float16|head_dim(_v)? \d+( and \d+)?"
+    known = rf"{roles}|bfloat16|float16|float8_e4m3fn|head_dim(_v)? \d+( and \d+)?"
     for name in names:
         apart = name.replace(" in pairs of", ", in pairs of")
         for word in apart.replace("in pairs of rows", "of rows").split(", "):

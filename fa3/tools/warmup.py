@@ -298,7 +298,9 @@ def problems_of(model: Model) -> dict[Problem, None]:
         for window in model.windows:
             tight = window.tighten(seqlen_q, seqlen_k)
             sizes = batch, seqlen_q, seqlen_k, model.heads_kv, ratio
-            problems[Problem(spec_of(model, tight), *sizes, tight)] = None
+            for has_vt in (False, True)[: 1 + model.is_fp8]:
+                spec = replace(spec_of(model, tight), transposed_v=has_vt)
+                problems[Problem(spec, *sizes, tight)] = None
     return problems
 
 
