@@ -179,8 +179,8 @@ def test_calls_with_transposed_v_have_the_schedules_that_were_measured():
         spec = replace(problem.spec, fp8_out="bfloat16", transposed_v=True)
         problem = replace(problem, spec=spec)
         assert plan_forward(problem).schedule.name == expected
-    pairs = replace(choose_config(problem, H200), cluster_m=2)
-    assert plan_forward(problem, config=pairs).schedule.name == "list"
+    in_pairs = replace(choose_config(problem, H200), cluster_m=2)
+    assert plan_forward(problem, config=in_pairs).schedule.name == "list"
 
 
 def test_parts_are_taken_where_whole_tiles_leave_sms_idle():

@@ -476,10 +476,10 @@ def prefers_parts(tiled: TiledProblem) -> bool:
     With V^T and head size 256 that is up to 9% faster in single CTAs (docs/experiments.md; timed
     with up to 1024 tiles). Of more tiles than these the host would take long to lay out the parts.
     """
-    spec, is_single = tiled.problem.spec, tiled.config.cluster == 1
-    has_usual_count = tiled.gpu.num_sms <= tiled.order.num_tiles <= MANY_TILES
-    is_wide = spec.transposed_v and spec.head_dim == MAX_HEAD_DIM
-    return is_wide and is_single and has_usual_count
+    spec = tiled.problem.spec
+    if not spec.transposed_v or spec.head_dim != MAX_HEAD_DIM or tiled.config.cluster > 1:
+        return False
+    return tiled.gpu.num_sms <= tiled.order.num_tiles <= MANY_TILES
 
 
 def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:

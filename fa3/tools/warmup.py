@@ -298,8 +298,8 @@ def problems_of(model: Model) -> dict[Problem, None]:
         for window in model.windows:
             tight = window.tighten(seqlen_q, seqlen_k)
             sizes = batch, seqlen_q, seqlen_k, model.heads_kv, ratio
-            for has_vt in (False, True)[: 1 + model.is_fp8]:
-                spec = replace(spec_of(model, tight), transposed_v=has_vt)
+            for transposed_v in (False, True) if model.is_fp8 else (False,):
+                spec = replace(spec_of(model, tight), transposed_v=transposed_v)
                 problems[Problem(spec, *sizes, tight)] = None
     return problems
 
