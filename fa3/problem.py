@@ -68,7 +68,6 @@ class AttentionSpec:
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
         has_dropout: whether probabilities are dropped.
         fp8_out: element type of out if `dtype` is `FP8`; None else.
-        transposed_v: whether v is V^T in the key order (`fa3.primitives.fp8_compute`).
     """
 
     dtype: str
@@ -79,7 +78,6 @@ class AttentionSpec:
     sinks: str | None = None
     has_dropout: bool = False
     fp8_out: str | None = None
-    transposed_v: bool = False
 
     @property
     def is_fp8(self) -> bool:

@@ -33,6 +33,7 @@ from fa3.planning.routes import MOST_OF_DECODE
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.query_tiles import number_of_packed_tiles
+from fa3.primitives.ragged_lengths import groups_of
 from fa3.problem import (
     FP8,
     FP8_HEAD_DIM_UNIT,
@@ -329,7 +330,6 @@ class AttentionCall(
             None if self.sinks is None else str(self.sinks.dtype).removeprefix("torch."),
             options.has_dropout,
             out_dtype if self.is_fp8 else None,
-            self.has_transposed_v,
         )
 
     @property
@@ -460,7 +460,7 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
         columns = call.head_dim if name == "q" else call.head_dim_v
         operand._replace(shape=(columns,)).check_head_dim(shown, *unit)
     if name == "v" and call.has_transposed_v:
-        groups = -(-call.k.shape[1] // KEYS_OF_GROUP)
+        groups = groups_of(call.k.shape[1])
         sizes |= {"groups": (groups, "k"), str(KEYS_OF_GROUP): (KEYS_OF_GROUP, "k")}
     operand.check_sizes(shown, dimensions, sizes)
     if "groups" in dimensions and operand.shape[3] > 1 and operand.stride[3] != KEYS_OF_GROUP:

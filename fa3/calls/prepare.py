@@ -16,7 +16,14 @@ import torch
 from fa3.calls.backward import preparation_of
 from fa3.calls.call import DESCALES, INTEGERS, MOST_RAGGED_ROWS, AttentionCall, check_tensors
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.execution import Attend, attend_by, launcher, packed_call, prepare_on_cache
+from fa3.calls.execution import (
+    Attend,
+    attend_by,
+    launcher,
+    packed_call,
+    prepare_on_cache,
+    transpose_on,
+)
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -97,6 +104,7 @@ class PreparedAttention:
     problem: Problem | None = None  # of calls that may have a gradient
     prepare_backward: Callable | None = None  # of these calls, see `preparation_of`
     scales: Callable | None = None  # of calls with FP8 tensors, see `scales_on`
+    transpose: Callable | None = None  # writes V^T of calls in FP8, see `transpose_on`
     # Whether FP8 queries become 16-bit ones before they attend to an FP8 cache, which is exact. The
     # forward kernel takes them only so.
     widens_q: bool = False
@@ -179,6 +187,8 @@ class PreparedAttention:
             if ends_q is None or ends_q.shape[0] > 1:
                 hide_all_keys(values)
             return out, lse
+        if self.transpose is not None:
+            values["v"] = self.transpose(values)
         self.run(values)
         return out, lse
 
@@ -228,7 +238,8 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
     # A plan may have been made for a GPU with more SMs, or fewer.
     gpu = replace(gpu, num_sms=min(plan.gpu.num_sms, gpu.num_sms))
     backward = preparation_of(problem, gpu)
-    return {"run": run, "problem": problem, "prepare_backward": backward}
+    kinds = {"problem": problem, "prepare_backward": backward}
+    return {"run": run, "transpose": transpose_on(call), **kinds}
 
 
 def problem_posed_by(
@@ -306,7 +317,8 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
     )  # fmt: skip
     run = packed_call(signature, device.type == "cuda").attend
     backward = preparation_of(problem, gpu)
-    return {"run": run, "problem": problem, "prepare_backward": backward}
+    kinds = {"problem": problem, "prepare_backward": backward}
+    return {"run": run, "transpose": transpose_on(call), **kinds}
 
 
 # ---------------------------------------------------------------------------- calls on a cache

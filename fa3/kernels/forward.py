@@ -7,15 +7,14 @@ With a `cache`, packed queries attend to keys in a cache or its pages, whose blo
 Each consumer warpgroup owns 64 rows of the tile and skips blocks in which they see no key.
 
 Roles per CTA
-    warpgroup 0    producer   one warp issues all TMA loads; in FP8 others rewrite what it loads
+    warpgroup 0    producer   one warp issues all TMA loads; others convert blocks of FP8 caches
     warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
 
 Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_q  Q tile                 q_stages   released after its last Q K^T; see `convert_q`
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
-    In FP8 (`forward_formats`) warps rewrite blocks of V, or of both, into `converted_stages`. They
-    do not if v comes as V^T.
+    Blocks of an FP8 cache are converted by warps (`forward_formats`), into `converted_stages`.
     K and V blocks are multicast to all CTAs of the cluster, which walk the same blocks.
 
 Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
@@ -51,7 +50,13 @@ from fa3.primitives.arithmetic import Divisor
 from fa3.primitives.attention import BlockStream, Mmas
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, TmaBlocks, stream_of_keys
 from fa3.primitives.dropout import DropoutArguments, TileDropout
-from fa3.primitives.fp8_blocks import CONVERTED, convert_registers, convert_rows, largest_of_warps
+from fa3.primitives.fp8_blocks import (
+    CONVERTED,
+    CacheConverter,
+    convert_registers,
+    convert_rows,
+    largest_of_warps,
+)
 from fa3.primitives.fp8_compute import ONES, fill_ones
 from fa3.primitives.fragments import ScoreCoords, read_fragment
 from fa3.primitives.output_store import PartMerge, RowLse, RowStore, SlabStore
@@ -63,6 +68,7 @@ from fa3.primitives.tma import (
     TmaTensor,
     packed_rows,
     ragged_tma_view,
+    ragged_view_of_transposed,
     rows_first,
     rows_of_transposed,
     tile_loader,
@@ -132,11 +138,12 @@ class Forward(AttentionKernel):
             sequences = MultiSequence(call.q.shape[0]) if self.packs_sequences else Ragged(window)
             q, o = map(ragged_tma_view, (call.q, call.o))
             view_k = ragged_tma_view if self.cache is None else rows_first
-            k, v = map(view_k, (call.k, call.v))
+            k = view_k(call.k)
+            v = (ragged_view_of_transposed if self.spec.is_fp8 else view_k)(call.v)
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
             q, k, o = map(rows_first, (call.q, call.k, call.o))
-            v = (rows_of_transposed if self.spec.transposed_v else rows_first)(call.v)
+            v = (rows_of_transposed if self.spec.is_fp8 else rows_first)(call.v)
         blocks_k, blocks_v = self.format.memory
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -144,10 +151,7 @@ class Forward(AttentionKernel):
         lse = RowLse.at(call.lse, (self.batch(call), heads_q, rows_q))
         row_store = None
         if cutlass.const_expr(
-            self.is_recompute
-            or self.packs_sequences
-            or self.schedule_type.splits
-            or self.stores_rows
+            self.is_recompute or self.packs_sequences or self.schedule_type.splits
         ):
             row_store = RowStore(rows_first(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
@@ -192,14 +196,9 @@ class Forward(AttentionKernel):
         return self.config.thread_registers(self.spec, self.cache is not None)
 
     @property
-    def stores_rows(self) -> bool:
-        """Whether threads store rows of O themselves, for lack of shared memory."""
-        return self.spec.is_fp8 and not self.config.own_o
-
-    @property
     def stages_o_in_q(self) -> bool:
         """Whether O is staged where Q was, as with an FP8 cache."""
-        return not (self.config.own_o or self.stores_rows or self.format.stages_o_in_v)
+        return not (self.config.own_o or self.format.stages_o_in_v)
 
     @property
     def releases_q_early(self) -> bool:
@@ -301,9 +300,9 @@ class Forward(AttentionKernel):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, schedule.for_producer(), cursor)
-            if cutlass.const_expr(self.format.rewriters):  # noqa: SIM102, `and` would trace both
-                if warp_idx >= WARPS - self.format.rewriters:
-                    self.rewrite(operands, smem, schedule, cursor)
+            if cutlass.const_expr(self.format.converters):  # noqa: SIM102, `and` would trace both
+                if warp_idx >= WARPS - self.format.converters:
+                    self.convert(operands, smem, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.mma(operands, smem, schedule, cursor)
@@ -361,7 +360,7 @@ class Forward(AttentionKernel):
             storage.largest.get_tensor(sizes) if maxima else None,
             fill_ones(storage.ones) if has_ones else None,
         )
-        schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.rewriters)
+        schedule = schedule.connected(storage.schedule.data_ptr(), warps + self.format.converters)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -405,7 +404,7 @@ class Forward(AttentionKernel):
     def load(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
         """Stream tiles' Q, K and V into shared memory, in consumers' order."""
         config, sequences = self.config, operands.sequences
-        rank = self.cluster_rank()
+        ranks = rank, _ = self.cluster_rank(), config.cluster
         _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         stages_of_o = Int32(0)  # of V, for O of the tile before
@@ -416,12 +415,17 @@ class Forward(AttentionKernel):
             sequence = sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             head_kv = operands.heads_of_key.quotient(tile.head)
-            key_rows = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
+            rows_of_v = sequences.values_transposed if self.spec.is_fp8 else sequences.keys
             query_rows = tile.head, sequences.queries(segment), self.slabs_of_q
             load_q = tile_loader(operands.q, smem.q, smem.pipe_q, *query_rows)
             if cutlass.const_expr(self.cache is None):
-                load_k = tile_loader(operands.k, smem.k.loaded, smem.k.loading, *key_rows)
-                load_v = tile_loader(operands.v, smem.v.loaded, smem.v.loading, *key_rows)
+                load_k, load_v = (
+                    tile_loader(tma, ring.loaded, ring.loading, head_kv, rows, 1, *ranks)
+                    for tma, ring, rows in (
+                        (operands.k, smem.k, sequences.keys(segment)),
+                        (operands.v, smem.v, rows_of_v(segment)),
+                    )
+                )
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             else:
                 first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
@@ -450,21 +454,21 @@ class Forward(AttentionKernel):
             smem.v.loading.producer_tail(v_state)
 
     @cute.jit
-    def rewrite(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
-        """Rewrite loaded blocks of every tile, in the consumers' order."""
+    def convert(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
+        """Convert loaded blocks of every tile, in the consumers' order."""
         _, mask, _ = bind(self.spec, operands.modifiers)
         thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - self.format.rewriters)
-        fields = (smem.k, smem.v), warp, thread % WARP, self.format.rewriters
-        rewriter = self.format.rewriter(*fields)
-        states = rewriter.states
+        warps = self.format.converters
+        warp = cute.arch.make_warp_uniform(thread // WARP) - (WARPS - warps)
+        converter = CacheConverter((smem.k, smem.v), warp, thread % WARP, warps)
+        states = converter.states
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             tile = self.tile_of(segment, self.cluster_rank())
             sequence = operands.sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
-            states = rewriter.run(blocks.end - blocks.begin, states)
+            states = converter.run(blocks.end - blocks.begin, states)
             cursor = schedule.next(cursor)
 
     # ------------------------------------------------------------------------------ consumer

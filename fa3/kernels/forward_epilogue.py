@@ -134,21 +134,17 @@ class ForwardEpilogue:
     @cute.jit
     def finish_tile(self):
         """Divide O by the row sums; write O and the log-sum-exps."""
-        if cutlass.const_expr(self.kernel.stores_rows):
-            self.finish_rows(lambda r: True)
-        else:
-            sequences, segment, tile = self.operands.sequences, self.segment, self.tile
-            attention, operands = self.attention, self.operands
-            acc_O, coords = attention.regs.acc_O, attention.rules.coords
-            lse = attention.finish(self.sinks)
-            self.out.store(acc_O, self.slab, tile.head, sequences.queries(segment))
-            if operands.lse.is_wanted():
-                for r in cutlass.range_constexpr(cute.size(lse)):
-                    row = coords.query(r)
-                    if row < attention.rules.sequence.seqlen_q:
-                        store_lse(
-                            operands.lse.tensor, sequences.place(tile, segment, row), lse[r], coords
-                        )
+        sequences, segment, tile = self.operands.sequences, self.segment, self.tile
+        attention, operands = self.attention, self.operands
+        acc_O, coords = attention.regs.acc_O, attention.rules.coords
+        lse = attention.finish(self.sinks)
+        self.out.store(acc_O, self.slab, tile.head, sequences.queries(segment))
+        if operands.lse.is_wanted():
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                row = coords.query(r)
+                if row < attention.rules.sequence.seqlen_q:
+                    place = sequences.place(tile, segment, row)
+                    store_lse(operands.lse.tensor, place, lse[r], coords)
 
     @cute.jit
     def finish_marked(self):

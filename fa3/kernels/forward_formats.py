@@ -1,7 +1,7 @@
 """Number formats of the forward kernel: 16 bits, FP8, and FP8 caches.
 
 A format says how blocks of K and V get from the producer's loads to the WGMMAs: as they are loaded,
-or rewritten by further warps of the producer warpgroup. It has the WGMMAs.
+or converted by further warps of the producer warpgroup. It has the WGMMAs.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,10 @@ from cutlass.cute.nvgpu import warpgroup
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.primitives.attention import Attention, Mmas, NoPingPong, PingPong
 from fa3.primitives.block_memory import BlockMemory
-from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q, BlockRewriter, CacheConverter
+from fa3.primitives.fp8_blocks import COLUMNS_OF_HELD_Q
 from fa3.primitives.fp8_compute import (
     MOST_REGISTERS,
-    TRANSPOSERS,
     PartsAttention,
-    ValueTransposer,
     attention_of,
 )
 from fa3.primitives.softmax import LOG2_E, SLACK, RowMax
@@ -41,7 +39,6 @@ class SixteenBits:
     columns_v: int
 
     converts_q: ClassVar[bool] = False  # whether consumers convert Q
-    rewriter: ClassVar[type[BlockRewriter]]  # what rewrites blocks, if warps do
 
     @property
     def holds_q(self) -> bool:
@@ -50,14 +47,14 @@ class SixteenBits:
         return False
 
     @property
-    def rewriters(self) -> int:
-        """Warps that rewrite blocks, the last of the producer warpgroup."""
+    def converters(self) -> int:
+        """Warps that convert blocks, the last of the producer warpgroup."""
         return 0
 
     @property
     def stages_o_in_v(self) -> bool:
         """Whether O is staged in stages of V."""
-        return not (self.config.own_o or self.rewriters)
+        return not (self.config.own_o or self.converters)
 
     @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
@@ -86,23 +83,12 @@ class SixteenBits:
 
 
 class Fp8Products(SixteenBits):
-    """FP8 operands; warps transpose V unless it is V^T."""
-
-    stages_o_in_v = False  # each thread stores its rows
-    rewriter = ValueTransposer
-
-    @property
-    def rewriters(self) -> int:
-        return TRANSPOSERS if self.config.converted_stages else 0
+    """FP8 operands; v comes as V^T."""
 
     @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
         k, v = super().memory
-        tile_n, stages = self.config.tile_n, self.config.converted_stages
-        if not stages:
-            return k, v.transposed(tile_n, self.columns_v)
-        transposed = BlockMemory.of(self.columns_v, tile_n, self.dtype, stages)
-        return k, transposed.rewritten(v, self.rewriters)
+        return k, v.transposed(self.config.tile_n, self.columns_v)
 
     def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
@@ -121,19 +107,18 @@ class Fp8Keys(SixteenBits):
     Converting K and V to bf16 would take four times as many instructions: 15% of a call's time."""
 
     converts_q = True
-    rewriter = CacheConverter
 
     @property
     def holds_q(self) -> bool:
         return max(self.columns, self.columns_v) <= COLUMNS_OF_HELD_Q
 
     @property
-    def rewriters(self) -> int:
+    def converters(self) -> int:
         return CONVERTERS
 
     @property
     def memory(self) -> tuple[BlockMemory, BlockMemory]:
-        sizes = self.config.kv_stages, self.config.converted_stages, self.rewriters
+        sizes = self.config.kv_stages, self.config.converted_stages, self.converters
         k, v = (
             BlockMemory.converted(self.config.tile_n, columns, *sizes)
             for columns in (self.columns, self.columns_v)

@@ -40,7 +40,7 @@ class ForwardConfig:
     cluster_m: int = 1  # CTAs along M that share K and V by multicast (1 or 2)
     # Whether O has its own shared memory. If not, each warpgroup stages its rows in a stage of V,
     # which gets the next tile's V when O has been stored. With an FP8 cache it is Q's buffer, and
-    # the next Q is loaded then; in FP8, each thread stores its rows of O.
+    # the next Q is loaded then.
     own_o: bool = True
     # CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it divides the
     # query heads of a key/value head. They walk the same key blocks, even under a mask.
@@ -50,8 +50,8 @@ class ForwardConfig:
     # (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked; a second launch with
     # the config `recompute` computes them.
     fixed_row_max: bool = False
-    # Blocks that warps make of loaded ones, of which there are `kv_stages`: of V^T in FP8, of K and
-    # of V from an FP8 cache. 0 without such warps.
+    # Blocks of K, and of V, that warps make of an FP8 cache's, of which there are `kv_stages`. 0
+    # without such warps.
     converted_stages: int = 0
     # In FP8, whether the WGMMAs add P V to O, with fewer bits than two levels of sums.
     one_level: bool = False
@@ -73,9 +73,8 @@ class ForwardConfig:
 
     def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a consumer."""
-        has_helpers = has_cache or (spec.is_fp8 and not spec.transposed_v)
-        table = REGISTERS_OF_PAGES if has_helpers else REGISTERS
-        if self.converted_stages and not spec.is_fp8:
+        table = REGISTERS_OF_PAGES if has_cache else REGISTERS
+        if self.converted_stages:
             table = REGISTERS_OF_CONVERTERS
         return table[self.consumers]
 
@@ -100,8 +99,7 @@ class ForwardConfig:
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         q = self.q_stages * self.tile_m * head_dim
         loaded = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        columns = head_dim_v if spec.is_fp8 else head_dim + head_dim_v
-        converted = self.converted_stages * self.tile_n * columns
+        converted = self.converted_stages * self.tile_n * (head_dim + head_dim_v)
         o = self.tile_m * head_dim_v if self.own_o else 0
         element, out = spec.element_bytes, ELEMENT_BYTES[spec.out_dtype]
         loaded *= ELEMENT_BYTES[FP8] if self.converted_stages else element
@@ -133,18 +131,19 @@ class ForwardConfig:
             )
         if self.cluster_h > 1 and spec.mask.templates:
             raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
-        has_rewriters = (spec.is_fp8 and not spec.transposed_v) or has_fp8_cache
-        if has_rewriters != (self.converted_stages > 0):
+        if has_fp8_cache != (self.converted_stages > 0):
             raise ValueError(
-                f"converted_stages must be 1 or more where k and v are FP8, but 0 with V^T and "
-                f"elsewhere, got {self.converted_stages}"
+                f"converted_stages must be 1 or more with an FP8 cache, and 0 elsewhere, got "
+                f"{self.converted_stages}"
             )
         for name in ("one_level", "exact"):
             if getattr(self, name) and not spec.is_fp8:
                 raise ValueError(f"{name} must be False in 16 bits")
         if spec.is_fp8 and self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n must be a multiple of {FP8_KEYS} in FP8, got {self.tile_n}")
-        if not (self.own_o or spec.is_fp8):
+        if not self.own_o:
+            if spec.is_fp8:
+                raise ValueError("own_o must be True in FP8: a stage of V is smaller than O's rows")
             if has_fp8_cache and padded(spec.head_dim) != padded(spec.head_dim_v):
                 raise ValueError(
                     f"own_o=False stages O in Q's place with an FP8 cache and needs their columns "
@@ -176,7 +175,7 @@ class ForwardArguments(NamedTuple):
     # (total_q, heads_q, head_dim). Equally many queries have one in q and o.
     q: object
     k: object  # (batch, seqlen_k, heads_kv, head_dim)
-    v: object  # (batch, seqlen_k, heads_kv, head_dim_v)
+    v: object  # (batch, seqlen_k, heads_kv, head_dim_v); in FP8 V^T, see `TransposeArguments`
     o: object  # (batch, seqlen_q, heads_q, head_dim_v), receives the output
     # Address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for none.
     # (heads_q, total_q) if packed.
@@ -219,7 +218,7 @@ class ForwardArguments(NamedTuple):
             dtype_k = FP8 if cache.is_fp8 else spec.dtype
         vector, can_mark = arguments.int32_vector, kernel.config.fixed_row_max
         shape_v = *key_rows, heads_kv, spec.head_dim_v
-        if spec.transposed_v:
+        if spec.is_fp8:  # V^T
             shape_v = batch, heads_kv, spec.head_dim_v, cute.sym_int(), KEYS_OF_GROUP
         return cls(
             **arguments.scalars(cls),

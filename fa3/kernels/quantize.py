@@ -30,6 +30,7 @@ from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.fp8_blocks import largest_of_warps
 from fa3.primitives.fragments import float_bits, float_of
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
@@ -43,6 +44,9 @@ LEAST_SCALE = 2.0**-40  # so that a product of three scales does not vanish in f
 
 FIRST_VISITS = 512
 """CTAs of first visits that come before second visits: about half of those that run at once."""
+
+# What byte permutations take of two registers: bytes 0 and 1 of each, or 2 and 3; then halves.
+FIRST_PAIR, SECOND_PAIR, LOWER_HALVES, UPPER_HALVES = 0x5140, 0x7362, 0x5410, 0x7632
 
 HASH = 0x9E3779B1
 """A vector's number + 1, times this: in the upper 8 bits, which of its columns are negated."""
@@ -157,11 +161,13 @@ class Quantize(KernelBase):
         means = call.means[batch, head, None] if self.has_means and kind == 1 else None
         largest = call.largest.iterator + unit * ctas
         is_transposed = self.transposes_v and kind == 2
-        rows = self.rows_of(call, kind, call[kind], batch, head)
+        ends = call.cu_seqlens_q if kind == 0 else call.cu_seqlens_k
+        place = batch, head, self.group if kind == 0 else 1
+        rows = rows_of_unit(call[kind], ends, None, *place)
         if cutlass.const_expr(is_transposed):
             written = call.v8[batch, head, None, None, None]
         else:
-            written = self.rows_of(call, kind, call[3 + kind], batch, head)
+            written = rows_of_unit(call[3 + kind], ends, None, *place)
         vectors = UnitVectors.of(rows, means, self.is_rotated and kind < 2, is_transposed)
         blocks = cute.ceil_div(rows.shape[0][0] * rows.shape[0][1], vectors.height)
         # Loaded before the wait of a second visit, which takes a while.
@@ -204,21 +210,25 @@ class Quantize(KernelBase):
                 norm = mixed_columns(vectors.columns) ** -0.5 if vectors.is_rotated else 1.0
                 descales[batch, head] = scale * Float32(norm)
 
-    @cute.jit
-    def rows_of(self, call, kind: cutlass.Constexpr, tensor: cute.Tensor, batch, head):
-        """The rows of a unit, ((heads, seqlen), columns)."""
-        if cutlass.const_expr(self.is_packed):
-            ends, total = call.cu_seqlens_q if kind == 0 else call.cu_seqlens_k, tensor.shape[0]
-            begin = cutlass.max(cutlass.min(ends[batch], total), 0)
-            end = cutlass.max(cutlass.min(ends[batch + 1], total), begin)
-            sequence_rows, seqlen = cute.domain_offset((begin, 0, 0), tensor), end - begin
-        else:
-            sequence_rows, seqlen = tensor[batch, None, None, None], tensor.shape[1]
-        heads = self.group if kind == 0 else 1
-        head_rows = cute.domain_offset((0, head * heads, 0), sequence_rows)
-        token, step, _ = head_rows.stride
-        shape, stride = ((heads, seqlen), head_rows.shape[2]), ((step, token), 1)
-        return cute.make_tensor(head_rows.iterator, cute.make_layout(shape, stride=stride))
+
+def rows_of_unit(
+    tensor: cute.Tensor,  # (batch, seqlen, heads, columns), or packed
+    ends: cute.Tensor | None,  # cu_seqlens of packed sequences
+    used: cute.Tensor | None,  # and how many rows of each count
+    batch,
+    head,  # the unit's number
+    heads: int = 1,  # of a unit
+) -> cute.Tensor:
+    """The rows of a unit, ((heads, seqlen), columns)."""
+    if ends is None:
+        sequence_rows, seqlen = tensor[batch, None, None, None], tensor.shape[1]
+    else:
+        begin, seqlen = RaggedLengths(ends, used, tensor.shape[0]).read(batch)
+        sequence_rows = cute.domain_offset((begin, 0, 0), tensor)
+    head_rows = cute.domain_offset((0, head * heads, 0), sequence_rows)
+    token, step, _ = head_rows.stride
+    shape, stride = ((heads, seqlen), head_rows.shape[2]), ((step, token), 1)
+    return cute.make_tensor(head_rows.iterator, cute.make_layout(shape, stride=stride))
 
 
 @dataclass(frozen=True)
@@ -284,6 +294,19 @@ class UnitVectors:
             rounded.store((values.load() * factor).to(written.element_type))
             keys = written[self.vector * VECTOR + column, group, None]
             cute.autovec_copy(rounded, vector_of(keys, self.thread % 4, VECTORS_AT_ONCE))
+
+    @cute.jit
+    def write_codes(self, raw: cute.Tensor, written: cute.Tensor, block):
+        """The same of keys that are in e4m3 already: bytes are moved, pairs of keys first."""
+        group, words = self.group(block, written.shape[1] - 1), cute.recast_tensor(raw, Uint32)
+        for half in cutlass.range_constexpr(2):
+            for i, pairs in enumerate((FIRST_PAIR, SECOND_PAIR)):
+                first = cute.arch.prmt(words[half, 0], words[half, 1], pairs)
+                second = cute.arch.prmt(words[half, 2], words[half, 3], pairs)
+                for j, selector in enumerate((LOWER_HALVES, UPPER_HALVES)):
+                    keys = written[self.vector * VECTOR + 4 * half + 2 * i + j, group, None]
+                    target = cute.recast_tensor(vector_of(keys, self.thread % 4, 4), Uint32)
+                    target[0] = Uint32(cute.arch.prmt(first, second, selector))
 
     @cute.jit
     def load(self, rows: cute.Tensor, block, blocks, raw: cute.Tensor):

@@ -202,12 +202,11 @@ def words_of_spec(spec: AttentionSpec) -> list[str]:
 
 
 def names_of_modifiers(spec: AttentionSpec) -> list[str]:
-    """The names of a spec's scores and masks, sinks, dropout, V^T."""
+    """The names of a spec's scores and masks, sinks, dropout."""
     masks = () if isinstance(spec.mask, Intervals) else spec.mask.templates
     kinds = [template.kind for template in (*spec.scores, *masks)]
     names = [SCORES.get(kind, kind.__name__) for kind in kinds]
-    names += ["sinks"] * (spec.sinks is not None) + ["dropout"] * spec.has_dropout
-    return names + ["V^T"] * spec.transposed_v
+    return names + ["sinks"] * (spec.sinks is not None) + ["dropout"] * spec.has_dropout
 
 
 def words_of_cache(cache: CacheLayout | None) -> list[str]:

@@ -467,17 +467,17 @@ def candidates(
 
 def first_schedule(spec: AttentionSpec) -> str:
     """The schedule to take unless another one is predicted to be faster.
-    With V^T and without a mask the dynamic one is 1 to 10% faster (docs/experiments.md)."""
-    return Dynamic.name if spec.transposed_v and not has_mask(spec) else TileList.name
+    In FP8 without a mask the dynamic one is 1 to 10% faster (docs/experiments.md)."""
+    return Dynamic.name if spec.is_fp8 and not has_mask(spec) else TileList.name
 
 
 def prefers_parts(tiled: TiledProblem) -> bool:
     """Whether to split tiles, whatever times are predicted.
-    With V^T and head size 256 that is up to 9% faster in single CTAs (docs/experiments.md; timed
+    In FP8 with head size 256 that is up to 9% faster in single CTAs (docs/experiments.md; timed
     with up to 1024 tiles). Of more tiles than these the host would take long to lay out the parts.
     """
     spec = tiled.problem.spec
-    if not spec.transposed_v or spec.head_dim != MAX_HEAD_DIM or tiled.config.cluster > 1:
+    if not spec.is_fp8 or spec.head_dim != MAX_HEAD_DIM or tiled.config.cluster > 1:
         return False
     return tiled.gpu.num_sms <= tiled.order.num_tiles <= MANY_TILES
 

@@ -145,7 +145,6 @@ class Tiling(NamedTuple):
         """Whether the row's config can run a spec."""
         return (
             spec.element_bytes == self.element_bytes
-            and (self.config.converted_stages > 0) == (spec.is_fp8 and not spec.transposed_v)
             and spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
             and spec.has_user_functions == self.functions
@@ -154,9 +153,7 @@ class Tiling(NamedTuple):
             and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
             and self.masked in (None, has_mask(spec))
             and self.config.registers(spec) <= self.config.fragment_registers(spec)
-            and (
-                self.config.own_o or spec.is_fp8 or padded(spec.head_dim) == padded(spec.head_dim_v)
-            )
+            and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))
         )
 
 
@@ -208,20 +205,18 @@ TILINGS_IN_FP8 = tuple(
         head_dim_v,
         None,
         math.inf,
-        replace(config, one_level=ONE_LEVEL, exact=EXACT, converted_stages=stages),
+        replace(config, one_level=ONE_LEVEL, exact=EXACT),
         functions,
         element_bytes=1,
     )
-    for stages in (2, 0)  # 0 for V^T
     for functions in (False, True)
     for head_dim, head_dim_v, config in (
         (64, 64, ForwardConfig(128, 192, q_stages=2, kv_stages=3)),
         (128, 128, ForwardConfig(192, 96, kv_stages=3))
         if ONE_LEVEL and not functions
-        else (128, 128, ForwardConfig(128, 128, q_stages=2, kv_stages=2 if stages else 3)),
+        else (128, 128, ForwardConfig(128, 128, q_stages=2, kv_stages=3)),
         (192, 128, ForwardConfig(128, 128)),
-        # At 232 registers a thread ptxas serialises the WGMMAs of 128 keys and O in one level.
-        (256, 256, ForwardConfig(128, 96 if ONE_LEVEL and stages else 128, own_o=not stages)),
+        (256, 256, ForwardConfig(128, 128)),
     )
 )
 """The same for q, k and v in FP8, measured on H100s and H200s, head size 192 excepted."""

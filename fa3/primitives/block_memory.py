@@ -20,14 +20,14 @@ class BlockRing(NamedTuple):
     blocks: cute.Tensor  # (keys, columns, stages) for WGMMAs; with products in FP8, V^T
     pipe: object  # to the MMA warpgroups
     # loaded, loading: blocks as they are loaded, and the pipeline from the producer; the same
-    # unless warps rewrite blocks.
+    # unless warps convert blocks.
     loaded: cute.Tensor
     loading: object
 
 
 class BlockFields(NamedTuple):
     """Types of fields of shared memory, for blocks and loaded blocks.
-    Loaded blocks, and their mbarriers, are empty unless warps rewrite blocks."""
+    Loaded blocks, and their mbarriers, are empty unless warps convert blocks."""
 
     blocks: Any
     barriers: Any
@@ -37,15 +37,15 @@ class BlockFields(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """The shared memory of blocks of K or V, perhaps rewritten."""
+    """The shared memory of blocks of K or V, perhaps converted."""
 
     # layout, dtype: of blocks (keys, columns, stages) for WGMMAs, or (columns, keys, stages).
     layout: cute.ComposedLayout
     dtype: type
-    # loaded_layout, loaded_type: of blocks as they are loaded; the same unless warps rewrite them.
+    # loaded_layout, loaded_type: of blocks as they are loaded; the same unless warps convert them.
     loaded_layout: cute.ComposedLayout
     loaded_type: type
-    rewriters: int = 0  # warps that rewrite blocks
+    converters: int = 0  # warps that convert blocks
 
     @classmethod
     def of(cls, tile_n: int, columns: int, dtype: type, stages: int) -> "BlockMemory":
@@ -60,18 +60,15 @@ class BlockMemory:
     ) -> "BlockMemory":
         """Blocks of an FP8 cache that a few warps convert."""
         loaded = cls.of(tile_n, columns, Float8E4M3FN, loaded_stages)
-        return cls.of(tile_n, columns, CONVERTED, stages).rewritten(loaded, warps)
+        converted = cls.of(tile_n, columns, CONVERTED, stages)
+        layout, kind = loaded.layout, loaded.dtype
+        return replace(converted, loaded_layout=layout, loaded_type=kind, converters=warps)
 
     def transposed(self, tile_n: int, columns: int) -> "BlockMemory":
         """The same blocks in V^T; as loaded they are (keys, columns, stages) there, too."""
         sizes = self.dtype, self.stages
         by_keys = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (ROWS, tile_n, columns), *sizes)
         return replace(self.of(columns, tile_n, *sizes), loaded_layout=by_keys)
-
-    def rewritten(self, loaded: "BlockMemory", warps: int) -> "BlockMemory":
-        """These blocks, made by a few warps from loaded ones."""
-        layout, kind = loaded.layout, loaded.dtype
-        return replace(self, loaded_layout=layout, loaded_type=kind, rewriters=warps)
 
     @property
     def stages(self) -> int:
@@ -81,7 +78,7 @@ class BlockMemory:
     @property
     def fields(self) -> BlockFields:
         """Types of the fields that the blocks need."""
-        loaded = self.rewriters > 0
+        loaded = self.converters > 0
         loaded_stages = loaded * cute.size(self.loaded_layout, mode=[2])
         loaded_elements = loaded * cute.cosize(self.loaded_layout)
         return BlockFields(
@@ -102,13 +99,13 @@ class BlockMemory:
         fields = BlockFields(*(getattr(storage, kind + name) for kind in kinds))
         kind, layout = self.loaded_type, self.loaded_layout
         blocks = fields.blocks.get_tensor(self.layout.outer, swizzle=self.layout.inner)
-        field = fields.loaded if self.rewriters else fields.blocks
+        field = fields.loaded if self.converters else fields.blocks
         loaded = field.get_tensor(layout.outer, swizzle=layout.inner)
-        if not self.rewriters:
+        if not self.converters:
             pipe = new_pipeline(fields.barriers, kind, layout, readers)
             return BlockRing(blocks, pipe, loaded, pipe)
-        loading = new_pipeline(fields.loaded_barriers, kind, layout, self.rewriters)
-        pipe = thread_pipeline(fields.barriers, self.stages, self.rewriters, readers)
+        loading = new_pipeline(fields.loaded_barriers, kind, layout, self.converters)
+        pipe = thread_pipeline(fields.barriers, self.stages, self.converters, readers)
         # The DSL's `create` makes no subclasses.
         return BlockRing(blocks, ConvertedPipeline(**vars(pipe)), loaded, loading)
 

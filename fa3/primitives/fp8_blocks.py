@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32, pipeline
+from cutlass import Float16, Float32, Int32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fragments import convert_words, float_bits, float_of, widen_words
@@ -35,14 +35,18 @@ def swizzle_of(row, width: int):
 
 
 @dataclass(frozen=True)
-class BlockRewriter:
-    """Rewrites loaded blocks for the MMA warpgroups, in the order of these."""
+class CacheConverter:
+    """Converts blocks of K and V to 16 bits.
+
+    At once a warp converts a piece of a group of rows: 64 bytes, or 32, of 8 rows, or of 16. Groups
+    that are left over, if the warps do not divide them, are the first warps'.
+    """
 
     rings: tuple  # `BlockRing`s of K and V; loaded blocks are (tile_n, columns, stages) in e4m3
     # warp, lane: of this thread; the first of the warps is 0.
     warp: Int32
     lane: Int32
-    warps: int  # how many rewrite
+    warps: int  # how many convert
 
     @property
     def states(self) -> tuple:
@@ -57,8 +61,8 @@ class BlockRewriter:
         )
 
     @cute.jit
-    def rewrite(self, which: cutlass.Constexpr, from_state, to_state):
-        """Rewrite the next block of one ring; return its next states."""
+    def convert_next(self, which: cutlass.Constexpr, from_state, to_state):
+        """Convert the next block of one ring; return its next states."""
         ring = self.rings[which]
         ring.loading.consumer_wait(from_state)
         self.copy(which, from_state, to_state)
@@ -71,35 +75,19 @@ class BlockRewriter:
         to_state.advance()
         return from_state, to_state
 
-    def run(self, count, states: tuple) -> tuple:
-        """Rewrite the next `count` blocks; return the next states."""
-        raise NotImplementedError
-
-    def copy(self, which: int, from_state, to_state):
-        """Rewrite this warp's part of a block, into a stage it acquires."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class CacheConverter(BlockRewriter):
-    """Converts blocks of K and V to 16 bits.
-
-    At once a warp converts a piece of a group of rows: 64 bytes, or 32, of 8 rows, or of 16. Groups
-    that are left over, if the warps do not divide them, are the first warps'.
-    """
-
     @cute.jit
     def run(self, count, states: tuple) -> tuple:
         """Convert `count` blocks, K one ahead of V; return the next states."""
         k_states, v_states = states
-        k_states = self.rewrite(0, *k_states)
+        k_states = self.convert_next(0, *k_states)
         for _ in cutlass.range(count - 1, unroll=1):
-            k_states = self.rewrite(0, *k_states)
-            v_states = self.rewrite(1, *v_states)
-        return k_states, self.rewrite(1, *v_states)
+            k_states = self.convert_next(0, *k_states)
+            v_states = self.convert_next(1, *v_states)
+        return k_states, self.convert_next(1, *v_states)
 
     @cute.jit
     def copy(self, which: cutlass.Constexpr, from_state, to_state):
+        """Convert this warp's part of a block, into a stage it acquires."""
         ring = self.rings[which]
         tile_n, columns, _ = (cute.size(ring.loaded, mode=[i]) for i in range(3))
         width = min(box_bytes(columns, 1), 64)  # of a piece
@@ -259,15 +247,3 @@ def largest_of_warps(number, warp_values, thread, meet: cutlass.Constexpr = cute
     for i in cutlass.range_constexpr(cute.size(warp_values)):
         number = cutlass.max(number, warp_values[i])
     return number
-
-
-def load_matrices(address, is_transposed: bool) -> tuple:
-    """Load four matrices of 8 rows and 16 bytes.
-    What is transposed are pairs of bytes."""
-    trans = ".trans" * is_transposed
-    return cute.arch.inline_ptx(
-        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "[{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )

@@ -3,15 +3,15 @@
 FP8 WGMMAs differ from 16-bit ones in three ways:
 
 - Both operands must be contiguous along the dimension that is summed over, so P V wants V^T. Where
-  the caller does not have it, a `ValueTransposer` transposes blocks of V in shared memory.
+  the caller does not have it, a kernel before this one writes it (`fa3.kernels.transpose`).
 - A thread gets S for other keys than it must have as the operand P. In V^T, 16 keys each are in
   the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the key order. With it the registers of S are the
   operand P as they are.
 - FP8 sums have few bits. So P V of some blocks goes to registers of its own, which are then added
   to O in fp32. With sums in one level, an option, the WGMMAs add P V to O.
 
-Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, transposes in the kernel;
-DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, sums in two levels.
+Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3, permutes keys; DeepSeek-V3
+(arXiv 2412.19437), section 3.3.2, sums in two levels.
 """
 
 from dataclasses import dataclass, replace
@@ -25,8 +25,6 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.attention import Attention
-from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fp8_blocks import CHUNK, BlockRewriter, load_matrices, swizzle_of
 from fa3.primitives.shared_memory import LayoutEnum
 from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import ROWS
@@ -38,9 +36,6 @@ KEYS_OF_SUM = 512
 """Keys whose P V the WGMMAs sum up before it is added to O, with overlap. They cut off bits, so
 sums of values of one sign are too small: by 0.6% with 512 keys, 1.6% with 1024, 3.8% with 2048.
 512 are 1% slower than 2048, and 5% under a causal mask (head size 128, with exponentials)."""
-
-TRANSPOSERS = 2  # warps that transpose blocks of V
-LOADS_AT_ONCE = 4  # loads of each that are on their way at once, with 40 registers a thread
 
 ONES = 256  # bytes of shared memory that the WGMMAs of row sums multiply P by
 
@@ -60,8 +55,6 @@ mad.lo.u32 {$w0}, pair1, 256, pair0;
 """PTX that makes codes of four scores: max(8 (x + 7), 2 (x + 9), 0) of a score x, in powers of two.
 2 (x + 9) is for numbers below 2**-6. What comes in is y = 8 (x + 9), as a subnormal of fp16. The
 code is max(0, y / 4 + max(0, 3 y / 4 - 16))."""
-
-EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # what a byte permutation takes of two registers
 
 
 @dataclass(frozen=True)
@@ -217,70 +210,6 @@ def attention_of(config: Any, columns_v: int) -> tuple[type[Fp8Attention], int]:
     return PartsAttention, registers
 
 
-@dataclass(frozen=True)
-class ValueTransposer(BlockRewriter):
-    """Transposes blocks of V to (columns, tile_n), with keys in the key order.
-
-    A warp reads 16 keys and 32 columns at once, as four matrices of 8 rows and 16 bytes that are
-    transposed in pairs of bytes. Byte permutations part even and odd columns. Lanes from 16 on take
-    the two in the other order, so that the 8 rows of a matrix are written without bank conflicts.
-    """
-
-    @cute.jit
-    def run(self, count, states: tuple) -> tuple:
-        """Transpose so many blocks of V; return the next states."""
-        k_states, v_states = states
-        for _ in cutlass.range(count, unroll=1):
-            v_states = self.rewrite(1, *v_states)
-        return k_states, v_states
-
-    @cute.jit
-    def copy(self, which: cutlass.Constexpr, from_state, to_state):
-        ring = self.rings[which]
-        ring.pipe.producer_acquire(to_state)
-        tile_n, columns = (cute.size(ring.loaded, mode=[i]) for i in range(2))
-        width, length = box_bytes(columns, 1), box_bytes(tile_n, 1)
-        matrix, row = self.lane // 8, self.lane % 8
-        is_first = self.lane < 16
-        one = Int32(EVEN_BYTES) if is_first else Int32(ODD_BYTES)
-        other = Int32(ODD_BYTES) if is_first else Int32(EVEN_BYTES)
-        key = 8 * (matrix % 2) + row
-        column = 16 * (matrix // 2) + 2 * row + (matrix % 2 ^ row // 4)
-        block = tile_n * columns
-        # Without the swizzles of the buffers.
-        source, target = (Int32(x.iterator.toint()) for x in (ring.loaded, ring.blocks))
-        source += from_state.index * block + key * width
-        target += to_state.index * block + column * length
-        swizzle, swizzle_t = swizzle_of(key, width), swizzle_of(column, length)
-        for piece in cutlass.range(self.warp, tile_n // CHUNK, self.warps, unroll=1):
-            box, chunk = piece * CHUNK // length, piece * CHUNK % length // CHUNK
-            to = target + box * (columns * length) + (chunk ^ swizzle_t) * CHUNK
-            for first in cutlass.range_constexpr(0, columns // 32, LOADS_AT_ONCE):
-                groups = range(first, min(first + LOADS_AT_ONCE, columns // 32))
-                # All loads come first: they take a while.
-                loads = []
-                for j in groups:
-                    chunk_of_v = (j * 32 % width // CHUNK + matrix // 2) ^ swizzle
-                    box_of_v = j * 32 // width * tile_n * width
-                    address = source + piece * (CHUNK * width) + box_of_v + chunk_of_v * CHUNK
-                    loads.append(load_matrices(address, is_transposed=True))
-                for j, words in zip(groups, loads, strict=True):
-                    rows = [
-                        Uint32(cute.arch.prmt(words[pair], words[pair + 1], selector))
-                        for pair in (0, 2)
-                        for selector in (one, other)
-                    ]
-                    store_matrices(to + j * (32 * length), rows)
-
-
 def codes_of(*scores: Float32) -> Uint32:
     """Four scores from `LinearSoftmax` as codes of e4m3, at least 0."""
     return cute.arch.inline_ptx(CODES, write_only_types=[Uint32], read_only_args=list(scores))
-
-
-def store_matrices(address, rows: list[Uint32]) -> None:
-    """Store four matrices of 8 rows and 16 bytes."""
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *rows],
-    )

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
+from fa3.problem import KEYS_OF_GROUP
 
 
 def read_early(tensor: cute.Tensor, coord):
@@ -31,6 +32,17 @@ def ask_l2(vector: cute.Tensor, index: Int32):
 def entry_of(table: cute.Tensor, index) -> Int32:
     """An entry of a table."""
     return table[index]
+
+
+def groups_of(length):
+    """The groups of so many keys in V^T."""
+    return (length + KEYS_OF_GROUP - 1) // KEYS_OF_GROUP
+
+
+def first_group(begin, batch):
+    """The first group of a packed sequence's keys in V^T.
+    A sequence begins a group, so `total // KEYS_OF_GROUP + sequences` groups hold all."""
+    return begin // KEYS_OF_GROUP + batch
 
 
 class CacheLengths(NamedTuple):

@@ -33,14 +33,15 @@ class DenseRows(NamedTuple):
 class RaggedRows(NamedTuple):
     """The place of a sequence's rows in a tensor of `ragged_tma_view`."""
 
-    # begin, length: its first row and the number of its rows.
+    # begin, length: its first unit and the number of its units.
     begin: int
     length: int
+    unit: int = 1  # rows of a unit; in V^T the keys of a group
 
     def of_head(self, tensor: cute.Tensor, head) -> cute.Tensor:
         """(rows, head_dim) of the sequence, which end where the tensor's rows end."""
-        rows = tensor[None, None, head, self.begin + self.length, ROWS_END]
-        return cute.domain_offset((ROWS_END - self.length, 0), rows)
+        rows = tensor[None, None, head, self.begin + self.length, ROWS_END // self.unit]
+        return cute.domain_offset((ROWS_END - self.length * self.unit, 0), rows)
 
 
 def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
@@ -60,6 +61,17 @@ def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
     layout = cute.make_layout(
         (ROWS_END, head_dim, heads, total + 1, ROWS_END + 1),
         stride=(row_stride, 1, head_stride, row_stride, WRAP - Int64(row_stride)),
+    )
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def ragged_view_of_transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The same of V^T, (1, heads, head_dim, groups, keys of a group).
+    Sequences end, and rows go back, by whole groups: TMA wants strides of 16 bytes."""
+    (_, heads, head_dim, groups, keys), stride = tensor.shape, tensor.stride
+    layout = cute.make_layout(
+        (ROWS_END, head_dim, heads, groups + 1, ROWS_END // keys + 1),
+        stride=(1, stride[2], stride[1], keys, WRAP * keys - Int64(keys)),
     )
     return cute.make_tensor(tensor.iterator, layout)
 

@@ -26,7 +26,6 @@ from fa3.primitives.fp8_blocks import (
     CHUNK,
     CONVERTED,
     convert_registers,
-    load_matrices,
     swizzle_of,
 )
 from fa3.primitives.fragments import (
@@ -246,3 +245,15 @@ class WarpAttention(Attention):
             softmax.row_max[r], softmax.row_sum[r] = largest, total
         rules = replace(self.rules, coords=replace(self.rules.coords, column=column))
         return replace(self, regs=replace(self.regs, acc_O=acc_O), rules=rules)
+
+
+def load_matrices(address, is_transposed: bool) -> tuple:
+    """Load four matrices of 8 rows and 16 bytes.
+    What is transposed are pairs of bytes."""
+    trans = ".trans" * is_transposed
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "[{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )

@@ -12,7 +12,7 @@ ROWS = 64  # rows of one WGMMA
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Warpgroups that multiply -> registers of a thread after setmaxnreg: producer, others."""
 
-REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # with pages or V^T
+REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # with pages
 REGISTERS_OF_CONVERTERS = {2: (56, 224)}  # with pages in FP8; the sum over warps is the same
 ROWS_OF_WARP = ROWS // WARPS  # accumulator rows of a WGMMA that one warp holds
 

@@ -39,6 +39,7 @@ from fa3.primitives import softmax
 from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.fragments import Position
 from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.tma import RANK
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.quantize import in_rows
@@ -228,7 +229,7 @@ class Walker:
                 what keys, values and, if they are FP8, queries are multiplied by, each
                 (sequences, heads_kv).
         """
-        if spec.transposed_v:
+        if values["v"].dim() > RANK:  # V^T
             values = {**values, "v": in_rows(values["v"], values["k"].shape[1])}
         tensors, self.descales = values.get("modifiers"), values.get("descales")
         operands = map(values.get, ("q", "k", "v", "o", "lse"))

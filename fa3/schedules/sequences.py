@@ -13,10 +13,10 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys
-from fa3.primitives.ragged_lengths import RaggedLengths, read_early
+from fa3.primitives.ragged_lengths import RaggedLengths, first_group, groups_of, read_early
 from fa3.primitives.tma import DenseRows, RaggedRows
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import Window
+from fa3.problem import KEYS_OF_GROUP, Window
 from fa3.schedules.order import Segment, Tile
 from fa3.schedules.shared_tiles import MultiSequenceTile
 from fa3.scores.masks import Blocks, Sequence
@@ -46,7 +46,7 @@ class Dense(NamedTuple):
         """Where Q and O rows are; likewise K, V, dK and dV."""
         return DenseRows(segment.tile.batch)
 
-    keys = gradients_of_keys = queries
+    keys = values_transposed = gradients_of_keys = queries
 
     def place(self, tile: Tile, segment: Segment, row) -> tuple:
         """Where a row lies in (batch, heads, seqlen_q)."""
@@ -67,6 +67,11 @@ class Ragged(NamedTuple):
 
     def keys(self, segment: Segment) -> RaggedRows:
         return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
+
+    def values_transposed(self, segment: Segment) -> RaggedRows:
+        """Where the keys of V^T are."""
+        begin = first_group(segment.record.begin_k, segment.tile.batch)
+        return RaggedRows(begin, groups_of(segment.record.seqlen_k), KEYS_OF_GROUP)
 
     def keys_of_cache(self, segment: Segment, head, first) -> Keys:
         """A head's keys in a cache, from the first readable one."""

@@ -23,6 +23,7 @@ from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.decode import Decode
 from fa3.kernels.kernel_base import KernelBase
+from fa3.kernels.transpose import Transpose
 from fa3.planning.costs import H100, H200, Gpu
 from fa3.planning.decode import MOST_MERGED_ROWS, SHARED_ROWS, DecodePlan, Sizes, config_of
 from fa3.planning.explanation import describe_kernel
@@ -233,6 +234,9 @@ def kernels_of_queries(
     model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
 ) -> Iterator[KernelBase]:
     """The same for some numbers of queries."""
+    for is_packed in (False, True) if model.is_fp8 else ():
+        if ("packed" if is_packed else "dense") in calls:
+            yield Transpose(model.head_dim_v, is_packed)
     if "dense" in calls:
         yield from dense_kernels(model)
     for window in model.windows:
@@ -298,9 +302,7 @@ def problems_of(model: Model) -> dict[Problem, None]:
         for window in model.windows:
             tight = window.tighten(seqlen_q, seqlen_k)
             sizes = batch, seqlen_q, seqlen_k, model.heads_kv, ratio
-            for transposed_v in (False, True) if model.is_fp8 else (False,):
-                spec = replace(spec_of(model, tight), transposed_v=transposed_v)
-                problems[Problem(spec, *sizes, tight)] = None
+            problems[Problem(spec_of(model, tight), *sizes, tight)] = None
     return problems
 
 
