@@ -262,6 +262,22 @@ def test_packed_sequences_are_as_one_by_one(head_dim, causal, where):
         torch.testing.assert_close(lse[:, begin:end], one_lse[0], rtol=1e-5, atol=SMALL)
 
 
+def test_packed_keys_that_do_not_count_may_be_nan(where):
+    """Also in the group of 16 keys that a sequence ends in, and between heads."""
+    lengths, used = torch.tensor([40, 0, 37, 300]), torch.tensor([33, 0, 37, 5]).int().to(where)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(where)
+    q, k, v = (drawn(380, 3, 64, seed=i, where=where).to(E4M3) for i in range(3))
+    v = v.transpose(0, 1).contiguous().transpose(0, 1)  # heads first
+    right, counts = v.clone(), torch.zeros(380, dtype=torch.bool, device=where)
+    for begin, length in zip(ends.tolist(), used.tolist(), strict=False):
+        counts[begin : begin + length] = True
+    v.view(torch.uint8)[~counts], right.view(torch.uint8)[~counts] = 0x7F, 0
+    call = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    with poisoned_allocations():
+        outs = [fa3.flash_attn_varlen_func(q, k, x, seqused_k=used, **call) for x in (v, right)]
+    assert not outs[0][:377].isnan().any() and torch.equal(*(out[:377] for out in outs))
+
+
 def test_scales_may_be_views_and_may_be_left_out(where):
     q, k, v = (drawn(2, 100, 4, 64, seed=i, where=where).to(E4M3) for i in range(3))
     scales = {name: torch.full((1, 1), 0.5, device=where).expand(2, 4) for name in NAMES}

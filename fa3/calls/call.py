@@ -33,7 +33,7 @@ from fa3.planning.routes import MOST_OF_DECODE
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.query_tiles import number_of_packed_tiles
-from fa3.primitives.ragged_lengths import groups_of
+from fa3.primitives.ragged_lengths import key_groups
 from fa3.problem import (
     FP8,
     FP8_HEAD_DIM_UNIT,
@@ -460,7 +460,7 @@ def check_tensor(call: AttentionCall, name: str, sizes: dict[str, tuple[int, str
         columns = call.head_dim if name == "q" else call.head_dim_v
         operand._replace(shape=(columns,)).check_head_dim(shown, *unit)
     if name == "v" and call.has_transposed_v:
-        groups = groups_of(call.k.shape[1])
+        groups = key_groups(call.k.shape[1])
         sizes |= {"groups": (groups, "k"), str(KEYS_OF_GROUP): (KEYS_OF_GROUP, "k")}
     operand.check_sizes(shown, dimensions, sizes)
     if "groups" in dimensions and operand.shape[3] > 1 and operand.stride[3] != KEYS_OF_GROUP:

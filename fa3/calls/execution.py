@@ -15,7 +15,6 @@ several threads, on several streams and in captured graphs share nothing that is
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -28,10 +27,8 @@ from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.devices import gpu_for_call
 from fa3.calls.operands import FP8_DTYPE, hide_all_keys
 from fa3.calls.options import Options
-from fa3.kernels.quantize import visits
 from fa3.kernels.segment_table import segment_rows
 from fa3.kernels.tile_table import shift_of_work, words_of_table
-from fa3.kernels.transpose import Transpose
 from fa3.planning import routes
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace
 from fa3.planning.launch import NO_MEMORY, FromCall, Launch, Memory
@@ -39,8 +36,7 @@ from fa3.planning.planner import Plan
 from fa3.planning.routes import PackedSizes, Route, Signature
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.query_tiles import number_of_packed_tiles
-from fa3.primitives.ragged_lengths import first_group, groups_of
-from fa3.problem import KEYS_OF_GROUP, REMEMBERED
+from fa3.problem import REMEMBERED
 from fa3.reference.walker import execute, execute_decode, execute_packed
 from fa3.running.compiler import load_kernel
 from fa3.running.memory import (
@@ -140,33 +136,6 @@ def attend_by(
     if isinstance(plan, Plan):
         return functools.partial(execute, plan)
     return functools.partial(execute_decode, plan, max_seqlen_k=plan.sizes.capacity)
-
-
-def transpose_on(call: AttentionCall) -> Callable[[dict[str, Any]], torch.Tensor] | None:
-    """Return what writes V^T of calls in FP8 on a GPU, from v by rows.
-    It is None for other calls."""
-    if not call.is_fp8 or call.has_transposed_v or call.q.device.type != "cuda":
-        return None
-    kernel = Transpose(call.head_dim_v, call.is_packed, call.seqused_k is not None)
-    prepared = Prepared.of([Launch.of(kernel)])
-
-    def transpose(values: dict[str, Any]) -> torch.Tensor:
-        v, ends = values["v"], values["cu_seqlens_k"]
-        if not v.numel():
-            return v
-        *rows, heads, columns = v.shape
-        batch, sequences, groups = rows[0], rows[0], groups_of(rows[-1])
-        if ends is not None:
-            batch, sequences = 1, ends.shape[0] - 1
-            groups = first_group(rows[0], sequences)
-        units = sequences * heads
-        values["ctas"], _ = visits(math.prod(rows) * heads // units, columns, units)
-        shape = batch, heads, columns, groups, KEYS_OF_GROUP
-        values["transposed_v"] = transposed = v.new_empty(*shape)
-        prepared.run(values)
-        return transposed
-
-    return transpose
 
 
 @dataclass(frozen=True, slots=True)

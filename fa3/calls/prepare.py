@@ -16,14 +16,7 @@ import torch
 from fa3.calls.backward import preparation_of
 from fa3.calls.call import DESCALES, INTEGERS, MOST_RAGGED_ROWS, AttentionCall, check_tensors
 from fa3.calls.devices import gpu_for_call
-from fa3.calls.execution import (
-    Attend,
-    attend_by,
-    launcher,
-    packed_call,
-    prepare_on_cache,
-    transpose_on,
-)
+from fa3.calls.execution import Attend, Prepared, attend_by, launcher, packed_call, prepare_on_cache
 from fa3.calls.modifiers import functions_of
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -39,12 +32,14 @@ from fa3.calls.options import DENSE, PACKED, Options, checked_options, integer
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
+from fa3.kernels.transpose import Transpose
 from fa3.planning import routes
 from fa3.planning.launch import FromCall, Launch
 from fa3.planning.planner import Plan, check_plan, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, Signature, choose_dense
+from fa3.primitives.ragged_lengths import first_group, key_groups
 from fa3.primitives.vectors import VECTOR
-from fa3.problem import FP8, HEAD_DIM_UNIT, REMEMBERED, Problem, Window
+from fa3.problem import FP8, HEAD_DIM_UNIT, KEYS_OF_GROUP, REMEMBERED, Problem, Window
 from fa3.reference.append import append_tokens
 from fa3.running.compiler import load_kernel
 from fa3.running.memory import Table, is_capturing
@@ -104,7 +99,6 @@ class PreparedAttention:
     problem: Problem | None = None  # of calls that may have a gradient
     prepare_backward: Callable | None = None  # of these calls, see `preparation_of`
     scales: Callable | None = None  # of calls with FP8 tensors, see `scales_on`
-    transpose: Callable | None = None  # writes V^T of calls in FP8, see `transpose_on`
     # Whether FP8 queries become 16-bit ones before they attend to an FP8 cache, which is exact. The
     # forward kernel takes them only so.
     widens_q: bool = False
@@ -187,8 +181,6 @@ class PreparedAttention:
             if ends_q is None or ends_q.shape[0] > 1:
                 hide_all_keys(values)
             return out, lse
-        if self.transpose is not None:
-            values["v"] = self.transpose(values)
         self.run(values)
         return out, lse
 
@@ -234,12 +226,31 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
         plan = (plan_dense if device.type == "cpu" else plan_call)(problem, gpu, pack_gqa)
     elif plan is None:
         plan = plan_forward(problem, gpu, schedule=schedule)
-    run = attend_by(plan, device)
+    run = transposing(attend_by(plan, device), call)
     # A plan may have been made for a GPU with more SMs, or fewer.
     gpu = replace(gpu, num_sms=min(plan.gpu.num_sms, gpu.num_sms))
     backward = preparation_of(problem, gpu)
-    kinds = {"problem": problem, "prepare_backward": backward}
-    return {"run": run, "transpose": transpose_on(call), **kinds}
+    return {"run": run, "problem": problem, "prepare_backward": backward}
+
+
+def transposing(attend: Attend, call: AttentionCall) -> Attend:
+    """Return how a call attends, after V^T is written on GPUs."""
+    if not call.is_fp8 or call.has_transposed_v or call.q.device.type != "cuda":
+        return attend
+    kernel = Transpose(call.head_dim_v, call.is_packed, call.seqused_k is not None)
+    prepared = Prepared.of([Launch.of(kernel)])
+
+    def attend_transposed(values: dict[str, Any]) -> None:
+        v, ends = values["v"], values["cu_seqlens_k"]
+        (*batch, seqlen, heads, columns), groups = v.shape, key_groups(v.shape[-3])
+        if ends is not None:
+            batch, groups = [1], first_group(seqlen, ends.shape[0] - 1)
+        values["transposed_v"] = v.new_empty(*batch, heads, columns, groups, KEYS_OF_GROUP)
+        if v.numel():
+            prepared.run(values)
+        attend(values | {"v": values["transposed_v"]})
+
+    return attend_transposed
 
 
 def problem_posed_by(
@@ -315,10 +326,9 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    run = packed_call(signature, device.type == "cuda").attend
+    run = transposing(packed_call(signature, device.type == "cuda").attend, call)
     backward = preparation_of(problem, gpu)
-    kinds = {"problem": problem, "prepare_backward": backward}
-    return {"run": run, "transpose": transpose_on(call), **kinds}
+    return {"run": run, "problem": problem, "prepare_backward": backward}
 
 
 # ---------------------------------------------------------------------------- calls on a cache

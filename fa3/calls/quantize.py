@@ -19,7 +19,7 @@ from fa3.calls.operators import refuse_gradients
 from fa3.calls.options import DENSE, PACKED, Options, flag
 from fa3.calls.values import check_lengths, is_visible
 from fa3.kernels.quantize import Quantize, visits
-from fa3.primitives.ragged_lengths import groups_of
+from fa3.primitives.ragged_lengths import key_groups
 from fa3.problem import FP8_HEAD_DIM_UNIT, KEYS_OF_GROUP, REMEMBERED
 from fa3.reference.quantize import quantize_rows
 from fa3.running.compiler import load_kernel
@@ -108,7 +108,7 @@ def quantize(
     descales = q.new_empty(3, batch, k.shape[-2], dtype=torch.float32)
     shapes = [x.shape for x in (q, k, v)]
     if transpose_v:
-        groups = groups_of(v.shape[1])
+        groups = key_groups(v.shape[1])
         shapes[2] = torch.Size((batch, *v.shape[2:], groups, KEYS_OF_GROUP))
     codes = (torch.empty(shape, dtype=FP8_DTYPE, device=q.device) for shape in shapes)
     quantized = Quantized(*codes, *descales)

@@ -419,12 +419,10 @@ class Forward(AttentionKernel):
             query_rows = tile.head, sequences.queries(segment), self.slabs_of_q
             load_q = tile_loader(operands.q, smem.q, smem.pipe_q, *query_rows)
             if cutlass.const_expr(self.cache is None):
+                pairs = (operands.k, smem.k, sequences.keys), (operands.v, smem.v, rows_of_v)
                 load_k, load_v = (
-                    tile_loader(tma, ring.loaded, ring.loading, head_kv, rows, 1, *ranks)
-                    for tma, ring, rows in (
-                        (operands.k, smem.k, sequences.keys(segment)),
-                        (operands.v, smem.v, rows_of_v(segment)),
-                    )
+                    tile_loader(tma, ring.loaded, ring.loading, head_kv, rows(segment), 1, *ranks)
+                    for tma, ring, rows in pairs
                 )
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             else:

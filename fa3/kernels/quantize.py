@@ -24,13 +24,13 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint8, Uint32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.fp8_blocks import largest_of_warps
 from fa3.primitives.fragments import float_bits, float_of
-from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.ragged_lengths import RaggedLengths, key_groups
 from fa3.primitives.shared_memory import SmemAllocator
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
@@ -44,9 +44,6 @@ LEAST_SCALE = 2.0**-40  # so that a product of three scales does not vanish in f
 
 FIRST_VISITS = 512
 """CTAs of first visits that come before second visits: about half of those that run at once."""
-
-# What byte permutations take of two registers: bytes 0 and 1 of each, or 2 and 3; then halves.
-FIRST_PAIR, SECOND_PAIR, LOWER_HALVES, UPPER_HALVES = 0x5140, 0x7362, 0x5410, 0x7632
 
 HASH = 0x9E3779B1
 """A vector's number + 1, times this: in the upper 8 bits, which of its columns are negated."""
@@ -196,7 +193,7 @@ class Quantize(KernelBase):
             factor = Float32(1.0) / scale
             for block in cutlass.range(cta, blocks, ctas, unroll=1):
                 if cutlass.const_expr(is_transposed):
-                    vectors.write_transposed(raw, factor, written, block)
+                    vectors.write_transposed(rows, block, raw, written, factor)
                 else:
                     for j in cutlass.range_constexpr(VECTORS_AT_ONCE):
                         # The conversion limits what is too large.
@@ -268,45 +265,39 @@ class UnitVectors:
         """Vector i of this thread in a block of rows."""
         last = rows.shape[0][0] * rows.shape[0][1] - 1
         if self.is_transposed:
-            group = self.group(block, last // KEYS_OF_GROUP)
+            group = self.group(rows, block)
             index = group * KEYS_OF_GROUP + self.thread % 4 * 2 + (i % 2 + i // 2 * 8)
         else:
             index = block * self.height + i * (self.height // VECTORS_AT_ONCE)
             index += self.thread // (self.columns // VECTOR)
         return vector_of(rows[cutlass.min(index, last), None], self.vector)
 
-    def group(self, block, last):
+    def group(self, rows: cute.Tensor, block):
         """This thread's group of keys in a block, or the last group."""
         part = self.thread // WARP // (self.columns // 32)
         group = block * (self.height // KEYS_OF_GROUP) + part * 2 + self.thread // 4 % 2
-        return cutlass.min(group, last)
+        return cutlass.min(group, key_groups(rows.shape[0][1]) - 1)
 
     @cute.jit
-    def write_transposed(self, raw: cute.Tensor, factor: Float32, written: cute.Tensor, block):
+    def write_transposed(
+        self, rows, block, raw: cute.Tensor, written: cute.Tensor, factor: Float32 | None = None
+    ):
         """Write this thread's keys of V^T, (columns, groups, 16), in the key order.
-        Past the last key is that key again."""
-        group = self.group(block, written.shape[1] - 1)
+        Past the last key is that key again. Without a factor they are in e4m3 already."""
+        group = self.group(rows, block)
         for column in cutlass.range_constexpr(VECTOR):
-            values = cute.make_rmem_tensor(VECTORS_AT_ONCE, Float32)
-            for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
-                values[i] = raw[column, i].to(Float32)
             rounded = cute.make_rmem_tensor(VECTORS_AT_ONCE, written.element_type)
-            rounded.store((values.load() * factor).to(written.element_type))
+            if cutlass.const_expr(factor is None):
+                codes = cute.recast_tensor(rounded, Uint8)
+                for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                    codes[i] = cute.recast_tensor(raw, Uint8)[column, i]
+            else:
+                values = cute.make_rmem_tensor(VECTORS_AT_ONCE, Float32)
+                for i in cutlass.range_constexpr(VECTORS_AT_ONCE):
+                    values[i] = raw[column, i].to(Float32)
+                rounded.store((values.load() * factor).to(written.element_type))
             keys = written[self.vector * VECTOR + column, group, None]
             cute.autovec_copy(rounded, vector_of(keys, self.thread % 4, VECTORS_AT_ONCE))
-
-    @cute.jit
-    def write_codes(self, raw: cute.Tensor, written: cute.Tensor, block):
-        """The same of keys that are in e4m3 already: bytes are moved, pairs of keys first."""
-        group, words = self.group(block, written.shape[1] - 1), cute.recast_tensor(raw, Uint32)
-        for half in cutlass.range_constexpr(2):
-            for i, pairs in enumerate((FIRST_PAIR, SECOND_PAIR)):
-                first = cute.arch.prmt(words[half, 0], words[half, 1], pairs)
-                second = cute.arch.prmt(words[half, 2], words[half, 3], pairs)
-                for j, selector in enumerate((LOWER_HALVES, UPPER_HALVES)):
-                    keys = written[self.vector * VECTOR + 4 * half + 2 * i + j, group, None]
-                    target = cute.recast_tensor(vector_of(keys, self.thread % 4, 4), Uint32)
-                    target[0] = Uint32(cute.arch.prmt(first, second, selector))
 
     @cute.jit
     def load(self, rows: cute.Tensor, block, blocks, raw: cute.Tensor):

@@ -1,7 +1,7 @@
-"""Transpose: V of calls in FP8 as V^T in the key order, which WGMMAs want.
+"""Transpose: writes V of FP8 calls as V^T, in the key order.
 
-Each CTA takes blocks of a sequence's head, and holds them in registers. Packed sequences begin a
-group of keys each, so a group has keys of one sequence only.
+CTAs take blocks of a sequence's head, which they hold in registers. A group of keys is of one
+sequence only.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ import cutlass.cute as cute
 from fa3.kernels.kernel_base import KernelBase
 from fa3.kernels.quantize import QUANTIZE_THREADS, VECTORS_AT_ONCE, UnitVectors, rows_of_unit
 from fa3.primitives import arguments
-from fa3.primitives.ragged_lengths import RaggedLengths, first_group, groups_of
+from fa3.primitives.ragged_lengths import RaggedLengths, first_group
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import FP8, KEYS_OF_GROUP
+
+BLOCK = QUANTIZE_THREADS * VECTORS_AT_ONCE * VECTOR  # elements that a CTA holds at once
 
 
 class TransposeArguments(NamedTuple):
@@ -28,20 +30,17 @@ class TransposeArguments(NamedTuple):
     # cu_seqlens_k, seqused_k: (batch + 1,) and (batch,) int32 of packed sequences, or None.
     cu_seqlens_k: object
     seqused_k: object
-    ctas: int  # of a sequence's head
 
     @classmethod
     def symbolic(cls, kernel: "Transpose") -> "TransposeArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        batch = cute.sym_int()
-        heads, columns = cute.sym_int(), kernel.head_dim_v
+        batch, heads, columns = cute.sym_int(), cute.sym_int(), kernel.head_dim_v
         rows = (cute.sym_int(),) if kernel.is_packed else (batch, cute.sym_int())
         return cls(
             arguments.tma_tensor(FP8, (*rows, heads, columns)),
             arguments.tma_tensor(FP8, (batch, heads, columns, cute.sym_int(), KEYS_OF_GROUP)),
             arguments.int32_vector(exists=kernel.is_packed),
             arguments.int32_vector(exists=kernel.has_used),
-            **arguments.scalars(cls),
         )
 
 
@@ -58,11 +57,13 @@ class Transpose(KernelBase):
 
     @cute.jit
     def launch(self, call: TransposeArguments, stream):
-        batch, heads, *_ = call.transposed_v.shape
+        sequences, heads, columns, groups, keys = call.transposed_v.shape
         if cutlass.const_expr(self.is_packed):
-            batch = call.cu_seqlens_k.shape[0] - 1
-        self.kernel(call).launch(
-            grid=(call.ctas * batch * heads, 1, 1),
+            sequences = call.cu_seqlens_k.shape[0] - 1
+            groups = cute.ceil_div(groups, sequences)  # in the mean
+        ctas = cute.ceil_div(groups, BLOCK // (columns * keys))
+        self.kernel(call, ctas).launch(
+            grid=(ctas * sequences * heads, 1, 1),
             block=(QUANTIZE_THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=8,
@@ -71,25 +72,20 @@ class Transpose(KernelBase):
         )
 
     @cute.kernel
-    def kernel(self, call: TransposeArguments):
+    def kernel(self, call: TransposeArguments, ctas):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
-        unit, cta, heads = block // call.ctas, block % call.ctas, call.transposed_v.shape[1]
+        unit, heads = block // ctas, call.transposed_v.shape[1]
         batch, head = unit // heads, unit % heads
         rows = rows_of_unit(call.v, call.cu_seqlens_k, call.seqused_k, batch, head)
         written = call.transposed_v[0 if self.is_packed else batch, head, None, None, None]
         if cutlass.const_expr(self.is_packed):
-            lengths = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.v.shape[0])
-            begin, length = lengths.read(batch)
+            begin = RaggedLengths(call.cu_seqlens_k, None, call.v.shape[0]).begin(batch)
             written = cute.domain_offset((0, first_group(begin, batch), 0), written)
-            shape = self.head_dim_v, groups_of(length), KEYS_OF_GROUP
-            written = cute.make_tensor(
-                written.iterator, cute.make_layout(shape, stride=written.stride)
-            )
         vectors = UnitVectors.of(rows, None, False, is_transposed=True)
         blocks = cute.ceil_div(rows.shape[0][1], vectors.height)
-        for n in cutlass.range(cta, blocks, call.ctas, unroll=1):
-            raw = cute.make_rmem_tensor((VECTOR, VECTORS_AT_ONCE), rows.element_type)
-            vectors.load(rows, n, blocks, raw)
-            vectors.write_codes(raw, written, n)
+        raw = cute.make_rmem_tensor((VECTOR, VECTORS_AT_ONCE), rows.element_type)
+        for i in cutlass.range(block % ctas, blocks, ctas, unroll=1):
+            vectors.load(rows, i, blocks, raw)
+            vectors.write_transposed(rows, i, raw, written)

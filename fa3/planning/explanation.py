@@ -17,6 +17,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.segment_table import SegmentTable
 from fa3.kernels.shared_tile_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
+from fa3.kernels.transpose import Transpose
 from fa3.planning.costs import Gpu, least_gain
 from fa3.planning.prediction import Prediction
 from fa3.primitives.cache_blocks import CacheLayout
@@ -176,6 +177,9 @@ def describe_kernel(kernel: Any) -> str:
             words = describe_kernel(kernel.tiles).replace("tile table", "segment table").split(", ")
         case MultiSequenceTable():
             words = ["shared-tile table", name_of_mask(kernel.band)]
+        case Transpose():
+            words = ["transpose", f"head_dim_v {kernel.head_dim_v}"]
+            words += ["packed keys"] * kernel.is_packed + ["lengths"] * kernel.has_used
         case BackwardPass():
             return describe_kernel(kernel.main)
         case BackwardPreprocess():

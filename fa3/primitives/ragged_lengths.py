@@ -34,7 +34,7 @@ def entry_of(table: cute.Tensor, index) -> Int32:
     return table[index]
 
 
-def groups_of(length):
+def key_groups(length):
     """The groups of so many keys in V^T."""
     return (length + KEYS_OF_GROUP - 1) // KEYS_OF_GROUP
 

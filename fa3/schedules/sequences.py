@@ -13,7 +13,7 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys
-from fa3.primitives.ragged_lengths import RaggedLengths, first_group, groups_of, read_early
+from fa3.primitives.ragged_lengths import RaggedLengths, first_group, key_groups, read_early
 from fa3.primitives.tma import DenseRows, RaggedRows
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import KEYS_OF_GROUP, Window
@@ -71,7 +71,7 @@ class Ragged(NamedTuple):
     def values_transposed(self, segment: Segment) -> RaggedRows:
         """Where the keys of V^T are."""
         begin = first_group(segment.record.begin_k, segment.tile.batch)
-        return RaggedRows(begin, groups_of(segment.record.seqlen_k), KEYS_OF_GROUP)
+        return RaggedRows(begin, key_groups(segment.record.seqlen_k), KEYS_OF_GROUP)
 
     def keys_of_cache(self, segment: Segment, head, first) -> Keys:
         """A head's keys in a cache, from the first readable one."""
