@@ -159,6 +159,8 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
         options = Options(window, model.softcap, kind=PACKED_KEYS)
         execution.packed_call.cache_clear()
         call = prepare.prepare_call.__wrapped__(described, options).run.__self__
+        if model.is_fp8:
+            call = call.attend_transposed.__self__
         call.prepared(SPLIT, 0)
         for queries, overlaps_forward in product(() if model.is_fp8 else QUERIES, (False, True)):
             call.prepared(BOTH if overlaps_forward else DECODE, queries)

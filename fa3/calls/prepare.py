@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -226,31 +226,36 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
         plan = (plan_dense if device.type == "cpu" else plan_call)(problem, gpu, pack_gqa)
     elif plan is None:
         plan = plan_forward(problem, gpu, schedule=schedule)
-    run = transposing(attend_by(plan, device), call)
+    run = ValuesByRows.of(call, attend_by(plan, device))
     # A plan may have been made for a GPU with more SMs, or fewer.
     gpu = replace(gpu, num_sms=min(plan.gpu.num_sms, gpu.num_sms))
     backward = preparation_of(problem, gpu)
     return {"run": run, "problem": problem, "prepare_backward": backward}
 
 
-def transposing(attend: Attend, call: AttentionCall) -> Attend:
-    """Return how a call attends, after V^T is written on GPUs."""
-    if not call.is_fp8 or call.has_transposed_v or call.q.device.type != "cuda":
-        return attend
-    kernel = Transpose(call.head_dim_v, call.is_packed, call.seqused_k is not None)
-    prepared = Prepared.of([Launch.of(kernel)])
+class ValuesByRows(NamedTuple):
+    """How FP8 calls run where V^T is written first."""
 
-    def attend_transposed(values: dict[str, Any]) -> None:
+    prepared: Prepared
+    attend_transposed: Attend
+
+    @classmethod
+    def of(cls, call: AttentionCall, attend: Attend) -> Attend:
+        """Return how a call attends, given what attends with V^T."""
+        if not call.is_fp8 or call.has_transposed_v or call.q.device.type != "cuda":
+            return attend
+        kernel = Transpose(call.head_dim_v, call.is_packed, call.seqused_k is not None)
+        return cls(Prepared.of([Launch.of(kernel)]), attend).attend
+
+    def attend(self, values: dict[str, Any]) -> None:
         v, ends = values["v"], values["cu_seqlens_k"]
         (*batch, seqlen, heads, columns), groups = v.shape, key_groups(v.shape[-3])
         if ends is not None:
             batch, groups = [1], first_group(seqlen, ends.shape[0] - 1)
         values["transposed_v"] = v.new_empty(*batch, heads, columns, groups, KEYS_OF_GROUP)
         if v.numel():
-            prepared.run(values)
-        attend(values | {"v": values["transposed_v"]})
-
-    return attend_transposed
+            self.prepared.run(values)
+        self.attend_transposed(values | {"v": values["transposed_v"]})
 
 
 def problem_posed_by(
@@ -326,7 +331,7 @@ def fields_of_packed(call: AttentionCall, options: Options) -> dict[str, Any]:
         has_used_q=call.seqused_q is not None, has_used_k=call.seqused_k is not None,
         has_gradients=options.has_gradient, num_splits=options.num_splits,
     )  # fmt: skip
-    run = transposing(packed_call(signature, device.type == "cuda").attend, call)
+    run = ValuesByRows.of(call, packed_call(signature, device.type == "cuda").attend)
     backward = preparation_of(problem, gpu)
     return {"run": run, "problem": problem, "prepare_backward": backward}
 
