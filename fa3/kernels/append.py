@@ -22,17 +22,26 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from fa3.kernels.kernel_base import KernelBase
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST, Divisor
-from fa3.primitives.ragged_lengths import sequence_of
+from fa3.primitives.ragged_lengths import read_early, sequence_of
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.problem import FP8
 from fa3.schedules.sequences import capacity_of
 
 THREADS = 256
+
+QUOTIENT = (
+    "{.reg .f32 r, q, e, n, x, a; .reg .pred p; rcp.approx.ftz.f32 r, {$r1}; neg.f32 n, {$r1}; "
+    "fma.rn.f32 e, n, r, 0f3F800000; fma.rn.f32 r, r, e, r; mul.rn.f32 q, {$r0}, r; "
+    "neg.f32 x, {$r0}; fma.rn.f32 e, {$r1}, q, x; neg.f32 n, r; fma.rn.f32 n, n, e, q; "
+    "abs.f32 a, q; setp.lt.f32 p, a, 0f4B000000; selp.f32 {$w0}, n, q, p;}"
+)
+"""PTX of a division: by a reciprocal, after a step of Newton's method. Up to 2^23 the quotient is
+corrected by the remainder, so it has a division's bits. -0 stays -0."""
 
 MOST_VECTORS = LARGEST - THREADS
 """Most vectors of k, of v or of q: thread numbers, rounded up to whole blocks, have 32 bits."""
@@ -254,9 +263,9 @@ class Append(KernelBase):
         if token < new.num_tokens:
             sequence, nth = new.sequence(token)
             at = (token, head, None) if self.ragged else (sequence, nth, head, None)
-            # Loaded before the place is found, so that both latencies pass at once.
+            # Loaded before the place is found, so that all latencies pass at once.
             values = load_values(tokens[at], vector)
-            scale = None if scales is None else scales[sequence, head]
+            scale = None if scales is None else read_early(scales, (sequence, head))
             outer, inner, exists = new.place(sequence, nth)
             if exists:
                 ends = tokens[at], cache[outer, inner, head, None]
@@ -302,10 +311,7 @@ class Append(KernelBase):
         if cutlass.const_expr(tables is not None):
             self.rotate(values, source, vector, tables, position)
         if cutlass.const_expr(scale is not None):
-            # The conversion limits what is too large.
-            divided = cute.make_rmem_tensor(VECTOR, target.element_type)
-            divided.store((values.load().to(Float32) / scale).to(target.element_type))
-            values = divided
+            values = divided(values, scale, target.element_type)
         cute.autovec_copy(values, vector_of(target, vector))
 
     @cute.jit
@@ -320,20 +326,36 @@ class Append(KernelBase):
                 rotate_halves(values, source, cos, sin, vector, self.rotary.dim // 2)
 
 
-def load_values(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:
-    """Load a vector of a row into registers."""
-    values = cute.make_rmem_tensor(size, row.element_type)
-    cute.autovec_copy(vector_of(row, index, size), values)
-    return values
+def load_values(row: cute.Tensor, index) -> cute.Tensor:
+    """Load a vector of a row into registers.
+    The compiler does not move such a load past a branch, as it would another one."""
+    code = "ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    values, address = cute.make_rmem_tensor(4, Uint32), vector_of(row, index).iterator.toint()
+    loaded = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
+    for i in range(4):
+        values[i] = loaded[i]
+    return cute.recast_tensor(values, row.element_type)
 
 
 @cute.jit
 def load(row: cute.Tensor, index, size: cutlass.Constexpr) -> cute.Tensor:
     """Load a vector of a row into registers, as float32."""
-    values = load_values(row, index, size)
     widened = cute.make_rmem_tensor(size, Float32)
-    widened.store(values.load().to(Float32))
+    widened.store(vector_of(row, index, size).load().to(Float32))
     return widened
+
+
+def divided(values: cute.Tensor, scale: Float32, dtype) -> cute.Tensor:
+    """Divide a vector and round it to FP8.
+    Quotients have a division's bits, without its branches. Rounding limits what is too large."""
+    # With scales beyond these there may be no reciprocal. They count as these.
+    scale = cute.arch.fmin(cute.arch.fmax(scale, Float32(2.0**-100)), Float32(2.0**100))
+    quotients, rounded = (cute.make_rmem_tensor(VECTOR, one) for one in (Float32, dtype))
+    for i in range(VECTOR):
+        both = {"write_only_types": [Float32], "read_only_args": [values[i].to(Float32), scale]}
+        quotients[i] = cute.arch.inline_ptx(QUOTIENT, **both)
+    rounded.store(quotients.load().to(dtype))
+    return rounded
 
 
 @cute.jit

@@ -408,8 +408,9 @@ class Decode(DecodeMemory):
                 scale_k, scale_v, *scale_q = descales
                 for one in (scale_k, *scale_q):
                     scale *= one
-            # The warpgroup's WGMMAs see what it has written to shared memory.
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(not self.config.keys_by_warp):
+                # The warpgroup's WGMMAs see what it has written to shared memory.
+                cute.arch.fence_proxy("async.shared", space="cta")
             consumer_barrier().arrive_and_wait()
             if cutlass.const_expr(self.config.keys_by_warp):
                 scale *= regs.read_q(sQ, operands.q.element_type)
@@ -417,9 +418,6 @@ class Decode(DecodeMemory):
                 read_fragment(sQ, mmas.qk, thread, regs.q)
             if cutlass.const_expr(self.config.q_stages > 1):
                 descales = self.fetch_q(operands, smem.q, walk, following, 1 - q_stage)
-            elif cutlass.const_expr(self.holds_q):
-                consumer_barrier().arrive_and_wait()  # All warps have Q in registers.
-                descales = self.fetch_q(operands, smem.q, walk, following, q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
             if cutlass.const_expr(self.config.keys_by_warp):
                 coords = coords_of_warp(warp, tile, TILE_N, self.qhead_per_kvhead)
@@ -435,6 +433,10 @@ class Decode(DecodeMemory):
             # The producer loads what any query of the sequence touches, this tile or not.
             blocks = blocks.walked(first_block + segment.begin, first_block + segment.end)
             k_state = attention.first(blocks.end - 1, k_state)
+            if cutlass.const_expr(self.holds_q and self.config.q_stages == 1):  # noqa: SIM102
+                if walk.is_valid(following):
+                    consumer_barrier().arrive_and_wait()  # All warps have Q in registers.
+                    descales = self.fetch_q(operands, smem.q, walk, following, q_stage)
             last, meet = blocks.end - 1, consumer_barrier().arrive_and_wait
             attention.clear_past_end(smem.v.blocks, last, v_state, thread, meet)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
@@ -443,7 +445,8 @@ class Decode(DecodeMemory):
                 number = self.take_number(operands.counters, segment, thread)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.keys_by_warp):
-                attention = attention.merged(smem.sums, warp, meet)
+                rows = walk.lengths.queries(length)[1] * self.qhead_per_kvhead
+                attention = attention.merged(smem.sums, warp, rows, meet)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
             elif cutlass.const_expr(not self.holds_q):
@@ -502,7 +505,8 @@ class Decode(DecodeMemory):
                 self.store_rows(attention, rows)
             else:
                 lse = attention.finish()
-                store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
+                coords, size = attention.rules.coords, attention.neighbours
+                store_part(workspace, part.slot, acc_O, lse, coords, size)
             if cutlass.const_expr(self.cut_type is not CtaGroups):
                 self.record(workspace, segment, rows[-1])
         else:
@@ -529,7 +533,8 @@ class Decode(DecodeMemory):
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
         # A warp's share of columns may be no multiple of what `convert` takes at once.
         (convert_words if self.config.keys_by_warp else convert)(acc_O, converted)
-        store_rows(as_rows_and_columns(converted), lse, out, row_lse, rules.coords, queries)
+        context = out, row_lse, rules.coords, queries, attention.neighbours
+        store_rows(as_rows_and_columns(converted), lse, *context)
 
     # --------------------------------------------------------------------------------- merge
 

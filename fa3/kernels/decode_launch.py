@@ -9,7 +9,7 @@ from cutlass import Int64
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES
-from fa3.primitives.warp_attention import AFTER_ROW, MMA_ROWS
+from fa3.primitives.warp_attention import MMA_COLUMNS, MMA_ROWS
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import ELEMENT_BYTES, FP8, AttentionSpec
 
@@ -38,7 +38,7 @@ class DecodeConfig:
         loaded = self.kv_stages * (ELEMENT_BYTES[FP8] if is_fp8 else spec.element_bytes)
         converted = spec.element_bytes * self.converted_stages
         q = spec.element_bytes * self.q_stages * self.rows_of_q(head_dim) * head_dim
-        sums = self.keys_by_warp * ROWS * (head_dim_v + AFTER_ROW) * FLOAT_BYTES
+        sums = self.keys_by_warp * ROWS * (head_dim_v + MMA_COLUMNS) * FLOAT_BYTES
         return q + (loaded + converted) * kv + sums + 1024
 
     def rows_of_q(self, columns: int) -> int:

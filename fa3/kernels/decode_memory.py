@@ -23,7 +23,7 @@ from fa3.primitives.packed_rows import Workspace, clear_rows
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.shared_memory import LayoutEnum, SmemAllocator
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.warp_attention import AFTER_ROW, MMA_ROWS
+from fa3.primitives.warp_attention import MMA_COLUMNS
 from fa3.primitives.wgmma import WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec
 from fa3.schedules.stream_k import CtaGroups, StreamK
@@ -187,7 +187,7 @@ class DecodeMemory(AttentionKernel):
         rows = config.rows_of_q(self.columns)
         shape, stages = (rows, TILE_N, self.columns), config.q_stages
         sums_layout = cute.make_ordered_layout(
-            (WARPS, MMA_ROWS, self.columns_v + AFTER_ROW), order=(2, 1, 0)
+            (2, WARP, self.columns_v // MMA_COLUMNS + 1, 2, WARPS), order=(0, 1, 2, 3, 4)
         )
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, dtype, stages)
         fields_k, fields_v = blocks_k.fields, blocks_v.fields

@@ -114,6 +114,7 @@ class Attention:
     scale_v: Float32 | None = None  # what the values are multiplied by; None for 1
 
     overlaps: ClassVar[bool] = True  # whether P V runs under the softmax of the next block
+    neighbours: ClassVar[int] = 2  # how many columns of O next to each other a thread has
 
     def wait(self, pipe, state):
         """Wait for a block of K or V."""

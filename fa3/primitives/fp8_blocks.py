@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
-from fa3.primitives.fragments import convert_words, float_bits, float_of, widen_words
+from fa3.primitives.fragments import float_bits, float_of, word_from, words_of
 from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 
@@ -27,6 +27,18 @@ LARGEST_EXPONENT = 127 + 14  # biased exponent that the largest query of a tile 
 MOST_SCALED = 120  # exponent of the largest power of two that queries are multiplied by
 COLUMNS_OF_HELD_Q = 128  # most columns of a Q that registers hold, if blocks are converted
 CONVERTED = Float16  # element type of queries and of blocks that are multiplied
+
+LARGER_SIZES = (
+    "{.reg .b32 s; and.b32 s, {$r0}, 0x7fff7fff; add.s16x2 s, s, {$r1}; max.s16x2 {$w0}, s, {$r2};}"
+)
+"""PTX that compares a word of bf16 with sizes: bits without the sign, plus 128. Infinities and NaN
+have negative sizes, so they do not count."""
+
+TO_FP16 = (
+    "{.reg .b32 s, l, h; mul.rn.bf16x2 s, {$r0}, {$r1}; shl.b32 l, s, 16; "
+    "and.b32 h, s, 0xffff0000; cvt.rn.f16x2.f32 {$w0}, h, l;}"
+)
+"""PTX that multiplies a word of bf16 by a power of two, and converts it to fp16."""
 
 
 def swizzle_of(row, width: int):
@@ -193,18 +205,19 @@ def convert_rows(
 def convert_registers(pieces: list[cute.Tensor], largest_of_threads: Callable) -> Float32:
     """Do what `convert_rows` does, to pieces of a thread's Q in registers.
     `largest_of_threads` returns the largest of a number that each thread has."""
-    most, unscale = Float32(0.0), Float32(1.0)
-    if pieces[0].element_type is not CONVERTED:
-        wide = cute.make_rmem_tensor(cute.size(pieces[0]), Float32)
-        for piece in pieces:
-            widen_words(piece, wide)
-            most = largest_finite(most, wide)
-        scale, unscale = powers_of_two(largest_of_threads(float_bits(most)))
-        for piece in pieces:
-            if len(pieces) > 1:  # A single piece is still wide.
-                widen_words(piece, wide)
-            wide.store(wide.load() * scale)
-            convert_words(wide, cute.recast_tensor(cute.flatten(piece), CONVERTED))
+    if pieces[0].element_type is CONVERTED:
+        return Float32(1.0)
+    words, zeros = list(map(words_of, pieces)), word_from("mov.b32 {$w0}, 0x00800080;")
+    sizes = [zeros] * 4  # Four chains, as each step waits for the one before.
+    for piece, i in itertools.product(words, range(cute.size(words[0]))):
+        sizes = [*sizes[1:], word_from(LARGER_SIZES, piece[i], zeros, sizes[0])]
+    for one in sizes[1:]:
+        sizes[0] = word_from("max.s16x2 {$w0}, {$r0}, {$r1};", one, sizes[0])
+    bits = (cutlass.max(sizes[0] >> 16, sizes[0] & 0xFFFF) - 128) << 16
+    scale, unscale = powers_of_two(largest_of_threads(Int32(bits)))
+    factors = Uint32(float_bits(scale)) >> 16
+    for piece, i in itertools.product(words, range(cute.size(words[0]))):
+        piece[i] = word_from(TO_FP16, piece[i], factors << 16 | factors)
     return unscale
 
 

@@ -78,11 +78,8 @@ def convert_words(source: cute.Tensor, target: cute.Tensor) -> None:
     packed = PACKED_TYPES[target.element_type.__name__]
     source, words = cute.flatten(source), words_of(target)
     for i in range(cute.size(words)):
-        words[i] = cute.arch.inline_ptx(
-            f"cvt.rn.{packed}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-            write_only_types=[Uint32],
-            read_only_args=[source[2 * i], source[2 * i + 1]],
-        )
+        both = source[2 * i], source[2 * i + 1]
+        words[i] = word_from(f"cvt.rn.{packed}.f32 {{$w0}}, {{$r1}}, {{$r0}};", *both)
 
 
 def widen_words(source: cute.Tensor, target: cute.Tensor) -> None:
@@ -93,6 +90,11 @@ def widen_words(source: cute.Tensor, target: cute.Tensor) -> None:
         target[2 * i], target[2 * i + 1] = cute.arch.inline_ptx(
             code, write_only_types=[Float32, Float32], read_only_args=[words[i]]
         )
+
+
+def word_from(code: str, *operands) -> Uint32:
+    """The word that PTX makes of some registers."""
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[*operands])
 
 
 def words_of(fragment: cute.Tensor) -> cute.Tensor:

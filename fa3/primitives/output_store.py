@@ -90,16 +90,17 @@ class RowStore(NamedTuple):
 
 
 @cute.jit
-def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
-    """Write a thread's part of a row in pairs, from `column` on.
-    `values` may have more columns than the row."""
-    pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
-    count = cute.size(pairs, mode=[1])
-    for i in cutlass.range_constexpr(min(row.shape[0] // 8, count)):
-        if cutlass.const_expr(8 * count >= padded(row.shape[0])):  # noqa: SIM114, joined both would be traced
-            cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
-        elif column + 8 * i < row.shape[0]:
-            cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
+def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32, size: cutlass.Constexpr = 2):
+    """Write a thread's part of a row in vectors, from `column` on.
+    Four threads have neighbouring ones. `values` may have more columns than the row."""
+    vectors = cute.logical_divide(cute.flatten(values), cute.make_layout(size))
+    count = cute.size(vectors, mode=[1])
+    for i in cutlass.range_constexpr(min(row.shape[0] // (4 * size), count)):
+        target = vector_of(row, 4 * i + column // size, size)
+        if cutlass.const_expr(4 * size * count >= padded(row.shape[0])):  # noqa: SIM114, joined both would be traced
+            cute.autovec_copy(vectors[None, i], target)
+        elif column + 4 * size * i < row.shape[0]:
+            cute.autovec_copy(vectors[None, i], target)
 
 
 @dataclass(frozen=True)

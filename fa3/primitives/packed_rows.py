@@ -233,6 +233,7 @@ def store_rows(
     row_lse,
     coords: PackedCoords,
     queries: tuple,  # the first row of the sequence's queries, and their number
+    size: cutlass.Constexpr,  # see `store_row`
 ):
     """Write a thread's part of a tile's rows, and their log-sum-exps.
     `rows` is (2, columns), O (batch, rows, heads_q, head_dim_v)."""
@@ -240,20 +241,27 @@ def store_rows(
     for r in cutlass.range_constexpr(cute.size(lse)):
         query, head = coords.query(r), coords.head_of(r)
         if query < seqlen_q:
-            store_row(rows[r, None], mO[coords.batch, first + query, head, None], coords.column)
+            target = mO[coords.batch, first + query, head, None]
+            store_row(rows[r, None], target, coords.column, size)
             if row_lse.is_wanted():
                 store_lse(row_lse.tensor, (coords.batch, head, first + query), lse[r], coords)
 
 
 @cute.jit
 def store_part(
-    workspace: Workspace, slot, rows: cute.Tensor, lse: cute.Tensor, coords: PackedCoords
+    workspace: Workspace,
+    slot,
+    rows: cute.Tensor,
+    lse: cute.Tensor,
+    coords: PackedCoords,
+    size: cutlass.Constexpr,
 ):
-    """Write a thread's part of a tile, and log-sum-exps, to a slot."""
+    """Write a thread's part of a tile, and log-sum-exps, to a slot.
+    `size` is as in `store_row`."""
     for r in cutlass.range_constexpr(cute.size(lse)):
         row = coords.row_at(r) % ROWS
         if row < workspace.lse.shape[1]:
-            store_row(rows[r, None], workspace.o[slot, row, None], coords.column)
+            store_row(rows[r, None], workspace.o[slot, row, None], coords.column, size)
             store_lse(workspace.lse, (slot, row), lse[r], coords)
 
 

@@ -15,6 +15,7 @@ j = lane // 4, these are the bytes of
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -39,12 +40,6 @@ from fa3.primitives.wgmma import WARPS
 
 MMA_ROWS = 16  # rows of an MMA, its terms, and a warp's keys of a block
 MMA_COLUMNS = 8
-
-AFTER_ROW = 16
-"""Numbers after a row's columns in the buffer in which warps merge: row sums of four lanes, the row
-max, and room, so that rows begin in different banks."""
-
-MAX_AFTER_ROW = QUAD  # the place of the row max among them
 
 TO_HALVES = (
     "{.reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; "
@@ -170,6 +165,8 @@ def coords_of_warp(warp, tile, tile_n: int, qhead_per_kvhead: int) -> PackedCoor
 class WarpAttention(Attention):
     """The attention of a tile's rows to one warp's keys."""
 
+    neighbours: ClassVar[int] = QUAD
+
     def wait_for_products(self, pending: int):
         """Do nothing: `mma.sync` is synchronous."""
 
@@ -204,47 +201,50 @@ class WarpAttention(Attention):
                     acc[begin + n] = products[n]
 
     @cute.jit
-    def merged(self, buffer: cute.Tensor, warp, meet: cutlass.Constexpr) -> "WarpAttention":
-        """The attention to all warps' keys.
-        A warp has a share of O's columns. `buffer` is (4, 16, columns + `AFTER_ROW`) float32 in
-        shared memory. No warp may still read it from before; warps `meet` when it is written."""
-        lane, columns = cute.arch.lane_idx(), cute.size(buffer, mode=[2]) - AFTER_ROW
-        softmax, acc = self.softmax, self.regs.acc_O
+    def merged(
+        self, buffer: cute.Tensor, warp, rows: Int32, meet: cutlass.Constexpr
+    ) -> "WarpAttention":
+        """The attention of a tile's first `rows` rows to all warps' keys.
+        A warp has a share of O's columns, four neighbours of each 16. `buffer` is in shared memory,
+        (2, 32, columns / 8 + 1, 2, 4) float32: what lanes have of each MMA of O, then row sum and
+        row max; by row and warp. No warp may still read it from before; warps `meet` when it is
+        written."""
+        lane, softmax, own = cute.arch.lane_idx(), self.softmax, cute.make_rmem_tensor(2, Float32)
+        pairs = cute.logical_divide(cute.flatten(self.regs.acc_O), cute.make_layout(2))
+        last, others = cute.size(buffer, mode=[2]) - 1, buffer[None, lane, None, None, None]
         for r in cutlass.range_constexpr(2):
-            row = buffer[warp, lane // 4 + 8 * r, None]
-            for i in cutlass.range_constexpr(columns // CHUNK):
-                values = cute.make_rmem_tensor(QUAD, Float32)
-                for n in cutlass.range_constexpr(QUAD):
-                    values[n] = acc[4 * (2 * i + n % 2) + 2 * r + n // 2]
-                cute.autovec_copy(values, vector_of(row, i * 4 + lane % 4, QUAD))
-            row[columns + lane % 4] = softmax.row_sum[r]
-            row[columns + MAX_AFTER_ROW] = softmax.row_max[r]
+            if lane // 4 + 8 * r < rows:
+                for i in cutlass.range_constexpr(last):
+                    cute.autovec_copy(pairs[None, 2 * i + r], others[None, i, r, warp])
+                own[0], own[1] = softmax.row_sum[r], softmax.row_max[r]
+                cute.autovec_copy(own, others[None, last, r, warp])
         meet()
-        width = columns // WARPS
-        column = warp * width + lane % 4 * 2
-        acc_O = accumulator(width, Float32)
+        # Warps may read past the last column. That is not stored.
+        width = cute.ceil_div(last, 2 * WARPS) * MMA_ROWS
+        shape = (2, 2, width // MMA_COLUMNS), 1, 1
+        layout = cute.make_ordered_layout(shape, order=((0, 2, 1), 3, 4))
+        acc_O = cute.make_rmem_tensor(layout, Float32)
         acc_O.fill(0.0)
         for r in cutlass.range_constexpr(2):
-            rows = [buffer[i, lane // 4 + 8 * r, None] for i in range(WARPS)]
-            maxima = [row[columns + MAX_AFTER_ROW] for row in rows]
-            largest = maxima[0]
-            for i in cutlass.range_constexpr(1, WARPS):
-                largest = cute.arch.fmax(largest, maxima[i])
-            total = Float32(0.0)
-            row_O = cute.flatten(as_rows_and_columns(acc_O)[r, None])
-            pairs = cute.logical_divide(row_O, cute.make_layout(2))
-            for i in cutlass.range_constexpr(WARPS):
-                # At most 1, and 1 instead of NaN if the scale is 0.
-                factor = (maxima[i] - finite(largest)) * softmax.scale_log2
-                factor = cute.arch.fmin(cute.math.exp2(factor, fastmath=True), Float32(1.0))
-                total += rows[i][columns + lane % 4] * factor
-                for n in cutlass.range_constexpr(width // MMA_COLUMNS):
-                    part = cute.make_rmem_tensor(2, Float32)
-                    cute.autovec_copy(vector_of(rows[i], (column + n * MMA_COLUMNS) // 2, 2), part)
-                    pairs[None, n].store(pairs[None, n].load() + part.load() * factor)
-            softmax.row_max[r], softmax.row_sum[r] = largest, total
-        rules = replace(self.rules, coords=replace(self.rules.coords, column=column))
-        return replace(self, regs=replace(self.regs, acc_O=acc_O), rules=rules)
+            if lane // 4 + 8 * r < rows:
+                maxima = [others[1, last, r, i] for i in range(WARPS)]
+                largest, total = maxima[0], Float32(0.0)
+                for i in cutlass.range_constexpr(1, WARPS):
+                    largest = cute.arch.fmax(largest, maxima[i])
+                row = cute.flatten(as_rows_and_columns(acc_O)[r, None])
+                for i in cutlass.range_constexpr(WARPS):
+                    # At most 1, and 1 instead of NaN if the scale is 0.
+                    factor = (maxima[i] - finite(largest)) * softmax.scale_log2
+                    factor = cute.arch.fmin(cute.math.exp2(factor, fastmath=True), Float32(1.0))
+                    total += others[0, last, r, i] * factor
+                    for n in cutlass.range_constexpr(width // MMA_COLUMNS):
+                        cute.autovec_copy(others[None, warp * (width // 8) + n, r, i], own)
+                        for c in cutlass.range_constexpr(2):
+                            row[n // 2 * 4 + n % 2 + 2 * c] += own[c] * factor
+                softmax.row_max[r], softmax.row_sum[r] = largest, total
+        coords = replace(self.rules.coords, column=warp * width + lane % 4 * QUAD)
+        rules, regs = replace(self.rules, coords=coords), replace(self.regs, acc_O=acc_O)
+        return replace(self, regs=regs, rules=rules)
 
 
 def load_matrices(address, is_transposed: bool) -> tuple:
