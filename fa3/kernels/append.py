@@ -235,8 +235,8 @@ class Append(KernelBase):
     @cute.kernel
     def kernel(self, new: NewTokens):
         cute.arch.griddepcontrol_launch_dependents()
-        # Until it ends, the previous kernel may write k, v or q, or read the cache.
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.ragged or self.packed):
+            cute.arch.griddepcontrol_wait()  # It may write where sequences begin.
         block, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         index, call = block * THREADS + thread, new.call
@@ -244,7 +244,8 @@ class Append(KernelBase):
         tables = None if self.rotary is None else (call.cos, call.sin)
         if part == 0:
             self.append(index, new, call.k, call.k_cache, tables, scale_k)
-            if cutlass.const_expr(self.writes_lengths):  # noqa: SIM102, joined both would be traced
+            if cutlass.const_expr(self.writes_lengths):
+                cute.arch.griddepcontrol_wait()
                 if index < call.new_seqlens.shape[0]:
                     seqlen = new.seqlen(index)
                     call.new_seqlens[index] = seqlen + new.count(index, new.capacity - seqlen)
@@ -253,6 +254,8 @@ class Append(KernelBase):
         else:
             if cutlass.const_expr(self.rotary is not None):
                 self.rotate_query(index, new, tables)
+        # Also threads without a vector: the next kernel waits for this one only.
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def append(self, index, new: NewTokens, tokens, cache, tables: tuple | None, scales):
@@ -291,8 +294,8 @@ class Append(KernelBase):
             is_query = token < call.q.shape[0] * call.q.shape[1]
             at = sequence, nth, head, None
         if is_query:
-            position = new.turn(sequence) + nth * call.query_step
             values = load_values(call.q[at], vector)
+            position = new.turn(sequence) + nth * call.query_step
             self.move(values, call.q[at], call.rotated[at], vector, tables, position)
 
     @cute.jit
@@ -327,10 +330,12 @@ class Append(KernelBase):
 
 
 def load_values(row: cute.Tensor, index) -> cute.Tensor:
-    """Load a vector of a row into registers.
-    The compiler does not move such a load past a branch, as it would another one."""
+    """Load a vector of a row, when the previous kernel has ended.
+    Until then that may write k, v or q, or read the cache; its address is worked out meanwhile. The
+    compiler does not move such a load past a branch, as it would another one."""
     code = "ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
     values, address = cute.make_rmem_tensor(4, Uint32), vector_of(row, index).iterator.toint()
+    cute.arch.griddepcontrol_wait()
     loaded = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
     for i in range(4):
         values[i] = loaded[i]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, pipeline
+from cutlass import Float16, Float32, Int32, Uint32, pipeline
 
 from fa3.primitives.cache_blocks import box_bytes
 from fa3.primitives.fragments import float_bits, float_of, word_from, words_of
