@@ -224,7 +224,7 @@ def test_machine_code(name):
     assert count["STG.E.128"] == (2 if kernel.rotary is None else 3)
     assert not [opcode for opcode in count if opcode.startswith(("LDG.E.U16", "STG.E.U16"))]
     # Waits for the kernel before, and lets the one behind be launched.
-    assert count["ACQBULK"] == 1 and count["PREEXIT"] == 1
+    assert count["ACQBULK"] >= 1 and count["PREEXIT"] == 1
 
 
 def test_kernels_differ_in_repr():
