@@ -41,14 +41,12 @@ from fa3.scores.masks import Band, Intersection, Intervals, Mask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
-WGMMA_K = 16
-"""Depth of one WGMMA with 16-bit operands."""
+WGMMA_K = 16  # depth of one WGMMA with 16-bit operands
 
 WIDEST_BOX = 64
 """Columns of one TMA box, the swizzle's width: 128 bytes, or half of it if that divides better."""
 
-LONG = 1 << 14
-"""Queries and keys for which a spec's config is chosen."""
+LONG = 1 << 14  # queries and keys for which a spec's config is chosen
 
 MASKS = {
     "full": Band(),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_gpu import noting_launches
 from gpu_checks import captured, forget_prepared_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -302,6 +303,14 @@ def test_torch_compile(is_packed, has_vt, where):
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for one, other in zip(compiled(q, k, v, **scales), attend(q, k, v, **scales), strict=True):
         assert torch.equal(one, other)
+
+
+def test_calls_without_sequences_need_no_kernel():
+    """The mean number of keys of a sequence would be a division by zero."""
+    rows, ends = torch.zeros(5, 4, 64).to(E4M3), torch.zeros(1).int()
+    with noting_launches() as notes:
+        fa3.flash_attn_varlen_func(rows, rows, rows, ends, ends, 5, 5)
+        assert not notes.launches
 
 
 def test_problems_of_shapes():

@@ -10,8 +10,7 @@ from reference import dense
 import fa3
 from fa3.problem import Window
 
-PADDED = range(32, 257, 32)
-"""Columns that heads take in shared memory."""
+PADDED = range(32, 257, 32)  # columns that heads take in shared memory
 
 SIZES = [
     (PADDED[i] - 8 * (j % 4), PADDED[j] - 8 * (i % 4), (i // 4 + j // 4) % 2 == 1)

@@ -52,8 +52,7 @@ PAGE_SIZE = 64
 QUERIES = (4096, 1000, 129, 128, 100, 64, 33, 32, 17, 16, 2, 1)
 """The most queries of a sequence: fewer and more than the decode kernel's share of a batch has."""
 
-KEYS = (64, 128, 256, 4096, 8192, 1 << 17)
-"""Tokens that a sequence has room for."""
+KEYS = (64, 128, 256, 4096, 8192, 1 << 17)  # tokens that a sequence has room for
 
 BATCHES = (1, 7, 64)
 

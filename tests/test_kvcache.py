@@ -369,8 +369,7 @@ def test_assertions_read_it_back(problem, assertions):
     assert seen_by_host(unread(call)) == seen_by_host(call)
 
 
-MARGIN = 1 << 16
-"""Elements around a tensor that is watched."""
+MARGIN = 1 << 16  # elements around a tensor that is watched
 
 
 def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -283,8 +283,7 @@ def test_the_stride_of_a_single_number_is_not_that_of_several():
 
 SWEEP = REMEMBERED + 100
 
-SLACK = 1 << 18
-"""Bytes by which the caches' own tables may grow."""
+SLACK = 1 << 18  # bytes by which the caches' own tables may grow
 
 
 def operand(*shape, dtype=torch.bfloat16, device="cpu") -> Operand:

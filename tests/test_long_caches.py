@@ -155,8 +155,7 @@ def segments_of(walk: Walk, count: int) -> list:
     return found
 
 
-LONG = LONGEST // 64
-"""Blocks of the longest sequence."""
+LONG = LONGEST // 64  # blocks of the longest sequence
 
 LINES = [
     ([(0, LONG), (3, 4), (0, LONG)], 11, 4, Int64),

@@ -8,18 +8,19 @@ from itertools import pairwise
 import pytest
 import score_problems
 import torch
-from problems import CAUSAL, make_operands, make_problem, plan_of
+from problems import CAUSAL, make_problem, plan_of
 
 import fa3
 from fa3.planning.costs import H200
 from fa3.planning.planner import Plan, plan_forward
 from fa3.planning.prediction import Span, Timeline
 from fa3.primitives.recorder import Note
+from fa3.problem import FP8
 from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
-from fa3.tools.recording import run_recorded, timeline_of
+from fa3.tools.recording import random_operands, run_recorded, timeline_of
 
 PROBLEM = make_problem(1, 1000, 3000, 2, 4, 128, CAUSAL)
 LARGER = make_problem(2, 1500, 3100, 2, 2, 128, CAUSAL)
@@ -29,6 +30,7 @@ PLANS = {schedule: plan_of(LARGER, schedule) for schedule in SCHEDULES} | {
     "pairs of heads": plan_of(PROBLEM, "static", cluster_h=2),
     "parts in pairs": plan_of(PROBLEM, "split", cluster_m=2),
     "parts in pairs of three": plan_of(NARROW, "split", cluster_m=2),
+    "in FP8": plan_of(fa3.Problem.of(*[(2, 700, 2, 128)] * 3, causal=True, dtype=FP8)),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
@@ -109,14 +111,13 @@ def test_what_cannot_be_recorded_is_rejected(monkeypatch):
             fa3.record_timeline(plan)
 
 
-SECOND = 10**9
-"""In nanoseconds."""
+SECOND = 10**9  # in nanoseconds
 
 
 @pytest.mark.gpu
 @every_plan
 def test_what_a_plan_notes(plan, device):
-    operands = make_operands(plan.problem, device=device)
+    operands = random_operands(plan.problem, device)
     out, notes = run_recorded(plan, *operands)
     check_units(plan, notes)
     check_times(notes, device)
@@ -159,14 +160,12 @@ def check_times(notes: list[Note], device) -> None:
 
 # --------------------------------------------------------------------------- notes that are made up
 
-START = 1_700_000_000_000_000_000
-"""Nanoseconds; the GPU's clock counts from 1970."""
+START = 1_700_000_000_000_000_000  # nanoseconds; the GPU's clock counts from 1970
 
 TURN = 400
 """Nanoseconds that a warpgroup is behind the one before it: they take turns."""
 
-PAUSE = 100
-"""Nanoseconds between two tiles of a warpgroup."""
+PAUSE = 100  # nanoseconds between two tiles of a warpgroup
 
 
 def made_up_notes(plan: Plan, seed: int = 0) -> list[Note]:

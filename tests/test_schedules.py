@@ -380,8 +380,7 @@ def test_parts_merge_to_attention(window, config):
 # -------------------------------------------------------------------- schedules that a caller makes
 
 SMALL_ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_group=2)
-BLOCKS = 10
-"""Key blocks of each of its tiles."""
+BLOCKS = 10  # key blocks of each of its tiles
 
 LISTED = TileList.balanced(SMALL_ORDER, 4, np.ones(6))
 NONE = np.zeros(6, int)

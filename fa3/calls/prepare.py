@@ -253,7 +253,7 @@ class ValuesByRows(NamedTuple):
         if ends is not None:
             batch, groups = [1], first_group(seqlen, ends.shape[0] - 1)
         values["transposed_v"] = v.new_empty(*batch, heads, columns, groups, KEYS_OF_GROUP)
-        if v.numel():
+        if v.numel() and (ends is None or ends.shape[0] > 1):
             self.prepared.run(values)
         self.attend_transposed(values | {"v": values["transposed_v"]})
 

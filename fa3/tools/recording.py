@@ -11,10 +11,10 @@ from fa3.planning.planner import Plan, check_plan
 from fa3.planning.prediction import Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem
+from fa3.reference.quantize import in_key_order
 from fa3.schedules import Tile
 
 RUNS = 5  # launches of a recording; the last one counts
-
 NS_PER_US = 1000
 
 
@@ -96,9 +96,10 @@ def run_recorded(
 ) -> tuple[torch.Tensor, list[Note]]:
     """Run the instrumented kernel `RUNS` times; return output and last notes."""
     spec, head_dim, descales = plan.problem.spec, q.shape[-1], None
+    out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=getattr(torch, spec.out_dtype))
     if spec.is_fp8:
         descales = scales_on(q.device, k.shape[2], True)(k.shape[0])
-    out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=getattr(torch, spec.out_dtype))
+        v = in_key_order(v.view(torch.uint8)).view(v.dtype)  # The kernel takes V^T.
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     width = len(Note._fields)
     recording = torch.empty(HEADER + rows * width, dtype=torch.int64, device=q.device)
