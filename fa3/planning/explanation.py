@@ -179,7 +179,7 @@ def describe_kernel(kernel: Any) -> str:
             words = ["shared-tile table", name_of_mask(kernel.band)]
         case Transpose():
             words = ["transpose", f"head_dim_v {kernel.head_dim_v}"]
-            words += ["packed keys"] * kernel.is_packed + ["lengths"] * kernel.has_used
+            words += ["packed keys"] * kernel.is_packed + ["used keys"] * kernel.has_used
         case BackwardPass():
             return describe_kernel(kernel.main)
         case BackwardPreprocess():
