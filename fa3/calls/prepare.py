@@ -234,14 +234,14 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
 
 
 class ValuesByRows(NamedTuple):
-    """How FP8 calls run where V^T is written first."""
+    """How FP8 calls on row-major v run: V^T is written first."""
 
     prepared: Prepared
     attend_transposed: Attend
 
     @classmethod
     def of(cls, call: AttentionCall, attend: Attend) -> Attend:
-        """Return how a call attends, given what attends with V^T."""
+        """Return what runs a call, given `attend`, which needs V^T in FP8."""
         if not call.is_fp8 or call.has_transposed_v or call.q.device.type != "cuda":
             return attend
         kernel = Transpose(call.head_dim_v, call.is_packed, call.seqused_k is not None)

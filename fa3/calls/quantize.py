@@ -72,7 +72,7 @@ def quantize(
             as the largest power of two that divides head_dim. Scores stay the same, and outliers
             are spread over a block.
         transpose_v: whether v is written as V^T, in the layout that docs/conventions.md describes,
-            so that no warp of `flash_attn_func` transposes it. Not with packed sequences.
+            so that `flash_attn_func` does not write it first. Not with packed sequences.
 
     Returns:
         q, k and v in float8_e4m3fn, contiguous, and q_descale, k_descale and v_descale,

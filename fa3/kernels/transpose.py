@@ -1,7 +1,7 @@
 """Transpose: writes V of FP8 calls as V^T, in the key order.
 
-CTAs take blocks of a sequence's head, which they hold in registers. A group of keys is of one
-sequence only.
+A CTA loads blocks of keys of one head of a sequence into registers, and writes them with the keys
+of a column side by side. No group of 16 keys has keys of two sequences.
 """
 
 from dataclasses import dataclass

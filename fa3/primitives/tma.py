@@ -66,7 +66,7 @@ def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def ragged_view_of_transposed(tensor: cute.Tensor) -> cute.Tensor:
-    """The same of V^T, (1, heads, head_dim, groups, keys of a group).
+    """A `ragged_tma_view` of V^T, (1, heads, head_dim, groups, keys of a group).
     Sequences end, and rows go back, by whole groups: TMA wants strides of 16 bytes."""
     (_, heads, head_dim, groups, keys), stride = tensor.shape, tensor.stride
     layout = cute.make_layout(
@@ -100,7 +100,7 @@ def rows_first(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def rows_of_transposed(tensor: cute.Tensor) -> cute.Tensor:
-    """The same of V^T, (batch, heads, head_dim, groups, keys of a group)."""
+    """`rows_first` of V^T, (batch, heads, head_dim, groups, keys of a group)."""
     (batch, heads, head_dim, groups, keys), stride = tensor.shape, tensor.stride
     shape = groups * keys, head_dim, heads, batch
     layout = cute.make_layout(shape, stride=(1, stride[2], stride[1], stride[0]))
@@ -127,8 +127,7 @@ class TmaTensor(NamedTuple):
         """Return both sides of a copy: stages in shared memory, global tiles.
 
         With multicast, only the share that the CTA of rank `rank` copies. `rows` says where the
-        rows of the sequence are (`fa3.primitives.tma`), `column` which tile of
-        columns.
+        rows of the sequence are (`DenseRows`, `RaggedRows`), `column` which tile of columns.
         """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
         head_rows = rows.of_head(self.coords, head)

@@ -205,10 +205,10 @@ class WarpAttention(Attention):
         self, buffer: cute.Tensor, warp, rows: Int32, meet: cutlass.Constexpr
     ) -> "WarpAttention":
         """The attention of a tile's first `rows` rows to all warps' keys.
-        A warp has a share of O's columns, four neighbours of each 16. `buffer` is in shared memory,
-        (2, 32, columns / 8 + 1, 2, 4) float32: what lanes have of each MMA of O, then row sum and
-        row max; by row and warp. No warp may still read it from before; warps `meet` when it is
-        written."""
+        Each warp gets a share of O's columns, a lane four neighbouring ones of each 16. `buffer` is
+        in shared memory, float32: (2, lanes, MMAs of O and one more, a lane's 2 rows, warps). The
+        last place has row sum and row max. No warp may still read the buffer of an earlier call.
+        `meet` waits until all warps have written it."""
         lane, softmax, own = cute.arch.lane_idx(), self.softmax, cute.make_rmem_tensor(2, Float32)
         pairs = cute.logical_divide(cute.flatten(self.regs.acc_O), cute.make_layout(2))
         last, others = cute.size(buffer, mode=[2]) - 1, buffer[None, lane, None, None, None]
