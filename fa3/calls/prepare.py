@@ -248,6 +248,7 @@ class ValuesByRows(NamedTuple):
         return cls(Prepared.of([Launch.of(kernel)]), attend).attend
 
     def attend(self, values: dict[str, Any]) -> None:
+        """Write V^T, then out. The caller's values keep v as it is."""
         v, ends = values["v"], values["cu_seqlens_k"]
         (*batch, seqlen, heads, columns), groups = v.shape, key_groups(v.shape[-3])
         if ends is not None:

@@ -404,7 +404,8 @@ class Forward(AttentionKernel):
     def load(self, operands: ForwardOperands, smem: ForwardBuffers, schedule, cursor):
         """Stream tiles' Q, K and V into shared memory, in consumers' order."""
         config, sequences = self.config, operands.sequences
-        ranks = rank, _ = self.cluster_rank(), config.cluster
+        rank = self.cluster_rank()
+        copies = 1, rank, config.cluster  # of a block, see `tile_loader`
         _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         stages_of_o = Int32(0)  # of V, for O of the tile before
@@ -421,7 +422,7 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(self.cache is None):
                 pairs = (operands.k, smem.k, sequences.keys), (operands.v, smem.v, rows_of_v)
                 load_k, load_v = (
-                    tile_loader(tma, ring.loaded, ring.loading, head_kv, rows(segment), 1, *ranks)
+                    tile_loader(tma, ring.loaded, ring.loading, head_kv, rows(segment), *copies)
                     for tma, ring, rows in pairs
                 )
                 stream = BlockStream(lambda n_block: n_block, load_k, load_v)
