@@ -15,8 +15,11 @@ from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
 from fa3.calls.modifiers import functions_of, modifier_tensors, standard_scores
-from fa3.problem import Problem, Window
-from fa3.scores.masks import Intersection
+from fa3.kernels.forward import Forward
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.problem import AttentionSpec, Problem, Window
+from fa3.schedules import StaticPersistent
+from fa3.scores.masks import Band, Intersection
 from fa3.scores.templates import Template
 
 NOTHING = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "score": None, "mask": None}
@@ -265,3 +268,13 @@ def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem,
     mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
     spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)
     return replace(problem, spec=spec), modifiers
+
+
+def kernel_of(function: fa3.Score | fa3.Mask) -> Forward:
+    """Return a kernel of which a score or a mask of the user's is the only modifier."""
+    spec, template = AttentionSpec("bfloat16", 64, 64, Band()), Template.of(function)
+    if isinstance(function, fa3.Score):
+        spec = replace(spec, scores=(template,))
+    else:
+        spec = replace(spec, mask=Intersection(spec.mask, template))
+    return Forward(spec, ForwardConfig(128, 64), StaticPersistent)

@@ -7,11 +7,12 @@ pass must lie in memory.
 import pytest
 import torch
 import torch.distributed as dist
-from test_eager import Wrapper, freed
+from test_eager import Wrapper
 from test_operators import backward_case, varlen_backward_case
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from valid_calls import freed
 
 import fa3
 from fa3.calls import backward

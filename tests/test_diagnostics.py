@@ -8,31 +8,23 @@ import inspect
 import math
 import multiprocessing
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest.mock import Mock
 
 import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from score_problems import Gate, PrefixLM
+from score_problems import Gate, PrefixLM, kernel_of
 
 import fa3
 from benchmarks.cubin import compile_kernel
-from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardConfig
 from fa3.primitives.attention import Attention
-from fa3.problem import AttentionSpec
 from fa3.running.compiler import load_kernel
-from fa3.schedules import StaticPersistent
 from fa3.scores.diagnostics import explain
-from fa3.scores.masks import Band, Intersection
-from fa3.scores.templates import Template
 from fa3.tools.function_check import exit_status
 
 pytestmark = pytest.mark.compiles
-
-SPEC = AttentionSpec("bfloat16", 64, 64, Band())
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +127,6 @@ class NoBound(FirstKeys):
         return 0, None
 
 
-def kernel_of(instance) -> Forward:
-    template = Template.of(instance)
-    if isinstance(instance, fa3.Score):
-        spec = replace(SPEC, scores=(template,))
-    else:
-        spec = replace(SPEC, mask=Intersection(Band(), template))
-    return Forward(spec, ForwardConfig(128, 64), StaticPersistent)
-
-
 def explained(instance) -> ValueError:
     """Compile, and return the error that this must raise."""
     with pytest.raises(ValueError, match=" does not compile: ") as caught:
@@ -235,8 +218,7 @@ class Typed(fa3.Mask):
 def test_a_class_without_a_file_is_named():
     names = {"__name__": "__main__"}
     exec(compile(AT_THE_PROMPT, "<stdin>", "exec"), names)
-    spec = AttentionSpec("bfloat16", 64, 64, Intersection(Band(), Template.of(names["Typed"]())))
-    kernel = Forward(spec, ForwardConfig(128, 64), StaticPersistent)
+    kernel = kernel_of(names["Typed"]())
     with pytest.raises(ValueError, match=r"^Typed\.visible does not compile: its source is not in"):
         compile_kernel(kernel)
 

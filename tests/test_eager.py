@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from valid_calls import freed
 
 # By torch's own rules for forward mode, when the first dual level is entered.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -47,14 +48,6 @@ def part_of_fake(tensor: torch.Tensor) -> torch.Tensor:
     with FakeTensorMode():
         memory = torch.empty(64 + tensor.stride(0) * len(tensor), dtype=tensor.dtype)
         return memory.as_strided(tensor.shape, tensor.stride(), 64)
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a part of a tensor whose memory was given back, as FSDP does."""
-    memory = tensor.new_empty(64 + tensor.stride(0) * len(tensor))
-    view = memory.as_strided(tensor.shape, tensor.stride(), 64)
-    memory.untyped_storage().resize_(0)
-    return view
 
 
 NOWHERE = {

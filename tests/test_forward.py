@@ -26,7 +26,8 @@ from fa3.schedules import SingleTile, StaticPersistent, TileList
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
 SMALL_TILES = ForwardConfig(128, 32)
-CONFIGS = (None, SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))
+SMALL_CONFIGS = (SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))
+CONFIGS = (None, *SMALL_CONFIGS)
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
 
 
@@ -45,15 +46,6 @@ def is_legal(config: ForwardConfig | None, spec: AttentionSpec) -> bool:
         return False
 
 
-def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0):
-    """Execute a problem on drawn operands, and check the result."""
-    q, k, v = make_operands(problem, seed)
-    plan = plan or plan_forward(problem, SMALL_GPU, SMALL_TILES)
-    out, lse = run_plan(plan, q, k, v, softmax_scale)
-    check_attention(out, lse, q, k, v, softmax_scale, problem.window, lse_tolerance=1e-5)
-    return out, lse
-
-
 def check(problem: Problem, where, seed: int = 0, **arguments) -> None:
     q, k, v = make_operands(problem, seed, where)
     out, lse = attend(q, k, v, problem.window, **arguments)
@@ -67,7 +59,9 @@ def check(problem: Problem, where, seed: int = 0, **arguments) -> None:
 @settings(max_examples=80)
 @given(st.data(), problems(), st.sampled_from([1e-4, 0.125, 1.0]), st.integers(0, 1000))
 def test_matches_dense_attention(data, problem, softmax_scale, seed):
-    run(problem, data.draw(plans(problem)), softmax_scale, seed)
+    q, k, v = make_operands(problem, seed)
+    out, lse = run_plan(data.draw(plans(problem)), q, k, v, softmax_scale)
+    check_attention(out, lse, q, k, v, softmax_scale, problem.window, lse_tolerance=1e-5)
 
 
 def test_probabilities_are_rounded_before_they_meet_the_values():
@@ -383,13 +377,8 @@ def test_compute_sanitizer_finds_nothing(tool, program):
     check_sanitized(tool, program)
 
 
-def operands(seqlen_q=70, seqlen_k=90, heads_kv=2, group=2, head_dim=64, batch=2, **kwargs):
-    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, **kwargs)
-    return make_operands(problem)
-
-
 def test_out_of_an_empty_problem_has_the_head_dim_of_v():
-    q, k, v = operands(seqlen_k=0, head_dim_v=96)
+    q, k, v = make_operands(make_problem(2, 70, 0, 2, 2, head_dim_v=96))
     out = fa3.flash_attn_func(q, k, v)
     assert out.shape == (2, 70, 4, 96) and (out == 0).all()
     out.fill_(torch.nan)

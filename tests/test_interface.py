@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from problems import make_operands, make_problem
 
 import fa3
 from fa3 import interface
@@ -170,16 +171,12 @@ def test_qkv_in_one_tensor():
 
 ENDS = torch.tensor([0, 7, 20], dtype=torch.int32)
 LONGEST = {"max_seqlen_q": 13, "max_seqlen_k": 13}
-
-
-def operands(batch: int = 2) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(0)
-    return tuple(torch.randn(batch, 20, heads, 64).bfloat16() for heads in (4, 2, 2))
+PROBLEM = make_problem(2, 20, 20, 2, 2)
 
 
 def forward_cases() -> dict:
     """Return calls of `_flash_attn_forward` and what they are the same as."""
-    q, k, v = operands()
+    q, k, v = make_operands(PROBLEM)
     packed = tuple(x[0] for x in (q, k, v))
     lengths = torch.tensor([3, 9], dtype=torch.int32)
     new = {"k": k[:, :1], "v": v[:, :1]}
@@ -239,7 +236,7 @@ def test_the_forward_pass_by_itself(case, has_out):
 
 
 def test_the_backward_pass_of_packed_sequences():
-    q, k, v = (x[0].requires_grad_() for x in operands())
+    q, k, v = (x[0].requires_grad_() for x in make_operands(PROBLEM))
     used = torch.tensor([5, 13], dtype=torch.int32)
     out, lse = fa3.flash_attn_varlen_func(
         q, k, v, ENDS, ENDS, 13, 13, seqused_k=used, causal=True, softcap=3.0, return_lse=True

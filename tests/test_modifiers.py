@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from problems import make_operands, make_problem
 from score_problems import NOTHING, Gate, Modifiers, Span, modifiers_of
 
 import fa3
@@ -15,12 +16,8 @@ from fa3.scores.templates import Template
 HEADS = 4
 
 
-def operands(seqlen_q=70, seqlen_k=90):
-    return (
-        torch.randn(2, seqlen_q, HEADS, 64).bfloat16(),
-        torch.randn(2, seqlen_k, 2, 64).bfloat16(),
-        torch.randn(2, seqlen_k, 2, 64).bfloat16(),
-    )
+def operands() -> tuple[torch.Tensor, ...]:
+    return make_operands(make_problem(2, 70, 90, 2, HEADS // 2))
 
 
 def modifiers(is_causal=False, **arguments) -> Modifiers:

@@ -153,10 +153,7 @@ def arranged(num_clusters: int, tiles: list) -> TileList:
 
 @given(st.permutations(TILES), st.integers(1, 20))
 def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
-    schedule = arranged(num_clusters, tiles)
-    walks = [
-        [segment.tile for segment in walk(schedule, cluster)] for cluster in range(num_clusters)
-    ]
+    walks = shares(arranged(num_clusters, tiles))
     assert sorted(tile for column in walks for tile in column) == sorted(tiles)
     # Tiles of equal length go round the clusters.
     for cluster, column in enumerate(walks):

@@ -10,46 +10,33 @@ from gradients import check_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs, places
-from problems import CAUSAL, make_operands, make_problem, poisoned_allocations, problems, run_plan
+from problems import (
+    CAUSAL,
+    attend,
+    make_operands,
+    make_problem,
+    poisoned_allocations,
+    problems,
+    run_plan,
+)
 from reference import check_attention
 from score_problems import NOTHING, RECIPES, STRUCTURES, Recipe, Span, Stairs, modify, random_dense
+from test_forward import SCHEDULE_TYPES, SMALL_CONFIGS, SMALL_GPU, SMALL_TILES
 
 import fa3
 from fa3.calls import values as calls_values
-from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.reference.walker import steps
-from fa3.schedules import SingleTile, StaticPersistent, TileList
 
-SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
-SMALL_TILES = ForwardConfig(128, 32)
-CONFIGS = (SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))
 SMALL_HEAD_DIMS = st.sampled_from([32, 40, 64])
 EVERYTHING = Recipe(5.0, 2, "float32", "relative", "documents")
-
-
-def run(problem: Problem, arguments: dict, seed: int = 0, config=SMALL_TILES, schedule=None):
-    """Execute a modified problem, and check the result."""
-    q, k, v = make_operands(problem, seed)
-    modified, modifiers = modify(problem, q, arguments)
-    plan = plan_forward(modified, SMALL_GPU, config, schedule)
-    out, lse = run_plan(plan, q, k, v, 0.125, modifiers.tensors)
-    check_attention(out, lse, q, k, v, 0.125, problem.window, lse_tolerance=2e-5, **arguments)
-    return out, lse
-
-
-def attend(q, k, v, arguments: dict, **others):
-    """Call into memory that is NaN."""
-    with poisoned_allocations():
-        return fa3.flash_attn_func(q, k, v, return_lse=True, **arguments, **others)
 
 
 def check(problem: Problem, arguments: dict, operands) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a call, and check what comes of it."""
     window = problem.window
-    out, lse = attend(*operands, arguments, window_size=window)
+    out, lse = attend(*operands, window, **arguments)
     tolerance = 1e-4 if out.is_cuda else 2e-5
     check_attention(out, lse, *operands, window=window, lse_tolerance=tolerance, **arguments)
     return out, lse
@@ -62,13 +49,17 @@ def check(problem: Problem, arguments: dict, operands) -> tuple[torch.Tensor, to
 @given(
     problems(1, 260, SMALL_HEAD_DIMS),
     RECIPES,
-    st.sampled_from(CONFIGS),
-    st.sampled_from([SingleTile, StaticPersistent, TileList]),
+    st.sampled_from(SMALL_CONFIGS),
+    st.sampled_from(SCHEDULE_TYPES),
     st.integers(0, 1000),
 )
 def test_combinations_match_dense_attention(problem, recipe, config, schedule, seed):
-    arguments = recipe.make(problem, make_operands(problem)[0], seed)
-    run(problem, arguments, seed, config, schedule)
+    q, k, v = make_operands(problem, seed)
+    arguments = recipe.make(problem, q, seed)
+    modified, modifiers = modify(problem, q, arguments)
+    plan = plan_forward(modified, SMALL_GPU, config, schedule)
+    out, lse = run_plan(plan, q, k, v, 0.125, modifiers.tensors)
+    check_attention(out, lse, q, k, v, 0.125, problem.window, lse_tolerance=2e-5, **arguments)
 
 
 # -------------------------------------------------------------------------------------- edges
@@ -108,7 +99,7 @@ def test_extreme_sinks(window, softcap, where):
         q, k, v = make_operands(problem, device=where)
         sinks = torch.tensor([sink, 1.0], device=where)
         out, lse = check(problem, NOTHING | {"sinks": sinks, "softcap": softcap}, (q, k, v))
-        plain, plain_lse = attend(q, k, v, {"softcap": softcap}, window_size=window)
+        plain, plain_lse = attend(q, k, v, window, softcap=softcap)
         if sink == -math.inf or (where == "cpu" and sink < -1000):
             seen = plain_lse[:, 0].isfinite()
             assert sink != -math.inf or torch.equal(seen, lse[:, 0].isfinite())
@@ -205,7 +196,7 @@ def test_warpgroups_whose_keys_begin_far_apart(head_dim, schedules, where):
     problem = make_problem(2, 300, length, 2, 2, head_dim)
     q, k, v = make_operands(problem, device=where)
     for schedule in schedules:
-        out, lse = attend(q, k, v, {"mask": Stairs(step)}, schedule=schedule)
+        out, lse = attend(q, k, v, mask=Stairs(step), schedule=schedule)
         check_attention(out, lse, q, k, v, mask=Stairs(step))
 
 
@@ -220,7 +211,7 @@ def test_random_combinations(number, device):
         problem, recipe = random_dense(seed)
         operands = make_operands(problem, seed, device)
         arguments = recipe.make(problem, operands[0], seed, (1.0, 0.05, -0.05)[turn % 3])
-        out, lse = attend(*operands, arguments, window_size=problem.window)
+        out, lse = attend(*operands, problem.window, **arguments)
         check_attention(out, lse, *operands, window=problem.window, **arguments)
         with poisoned_allocations():
             alone = fa3.flash_attn_func(*operands, window_size=problem.window, **arguments)
@@ -279,7 +270,7 @@ def test_nothing_outside_is_read(recipe, window, device):
         problem = make_problem(2, *lengths, 2, 2, 64, window)
         operands = [in_poison(tensor) for tensor in make_operands(problem, device=device)]
         arguments = recipe.make(problem, operands[0])
-        out, lse = attend(*operands, poisoned(arguments), window_size=window)
+        out, lse = attend(*operands, window, **poisoned(arguments))
         check_attention(out, lse, *operands, window=window, **arguments)
 
 

@@ -9,7 +9,7 @@ import torch
 from host_table import TableKind, records_of
 from machine_code import report_of
 from pairs import combine
-from varlen_problems import WRONG_ENDS
+from varlen_problems import WRONG_ENDS, ends_of
 
 from benchmarks.cubin import opcode
 from fa3.calls.execution import launcher
@@ -106,10 +106,6 @@ def test_all_amounts_of_work_are_told_apart_as_far_as_there_is_room(seqlen):
 
 
 TILE_M, TILE_N, NUM_CTAS = 128, 96, 132
-
-
-def ends_of(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def table_of(

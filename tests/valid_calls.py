@@ -203,10 +203,11 @@ def every_other(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has no memory any more."""
-    like = torch.zeros_like(tensor)
-    like.untyped_storage().resize_(0)
-    return like
+    """Return a part of a tensor whose memory was given back, as FSDP does."""
+    memory = tensor.new_empty(64 + tensor.stride(0) * len(tensor))
+    view = memory.as_strided(tensor.shape, tensor.stride(), 64)
+    memory.untyped_storage().resize_(0)
+    return view
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
