@@ -67,7 +67,8 @@ class AttentionSpec:
             objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
         has_dropout: whether probabilities are dropped.
-        fp8_out: element type of out if `dtype` is `FP8`; None else.
+        other_out: element type of out, and of dQ, if it is not `dtype`: of 16 bits if `dtype` is
+            `FP8`, else "float32"; or None.
     """
 
     dtype: str
@@ -77,7 +78,7 @@ class AttentionSpec:
     scores: tuple[Any, ...] = ()
     sinks: str | None = None
     has_dropout: bool = False
-    fp8_out: str | None = None
+    other_out: str | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -92,7 +93,17 @@ class AttentionSpec:
     @property
     def out_dtype(self) -> str:
         """Element type of out."""
-        return self.fp8_out or self.dtype
+        return self.other_out or self.dtype
+
+    @property
+    def has_float32_out(self) -> bool:
+        """Whether out and dQ are in float32."""
+        return self.other_out == "float32"
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of an element of out."""
+        return 4 if self.has_float32_out else ELEMENT_BYTES[self.out_dtype]
 
     @property
     def key_bytes(self) -> int:
@@ -185,7 +196,7 @@ class Problem:
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
         spec = self.spec
-        out_bytes = ELEMENT_BYTES[spec.out_dtype] * spec.head_dim_v
+        out_bytes = spec.out_bytes * spec.head_dim_v
         return rows_q * (spec.element_bytes * spec.head_dim + out_bytes) + rows_k * spec.key_bytes
 
 

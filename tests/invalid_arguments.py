@@ -209,7 +209,7 @@ OUTPUTS = [
         row
         for call, out in (("dense", OUT), ("varlen", PACKED_OUT))
         for row in (
-            (call, "out", out.half(), TYPE, "must be torch.bfloat16 like q, got torch.float16"),
+            (call, "out", out.half(), TYPE, "must be torch.bfloat16 or torch.float32, got torch.f"),
             (call, "out", on_meta(out), "must be on cpu like q, got meta"),
             (call, "out", shifted(out), "starts 8 bytes after a multiple of 16"),
             (call, "out", widened(out), NOT_8),

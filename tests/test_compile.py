@@ -213,6 +213,15 @@ def test_machine_code_of_pairs_of_heads():
 
 
 @pytest.mark.compiles
+def test_machine_code_with_out_in_float32():
+    """Threads store their rows, without TMA."""
+    spec = replace(spec_of(128, "causal"), other_out="float32")
+    report = forward_report(Forward(spec, config_of(spec), TileList))
+    check_overlap(report, spec, config_of(spec))
+    assert report.count("UTMASTG") == 0
+
+
+@pytest.mark.compiles
 def test_machine_code_with_keys_in_a_cache():
     signature = signature_with(spec_of(128, "causal"), cache=CacheLayout(0))
     kernel = signature.launches()[1].kernel

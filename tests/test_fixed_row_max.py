@@ -59,7 +59,7 @@ def test_plans_say_so_and_small_calls_do_not(monkeypatch):
 
 def test_float16_has_it_and_fp8_does_not():
     assert plan_forward(HALF).config.fixed_row_max
-    fp8 = replace(HALF, spec=replace(HALF.spec, dtype=FP8, fp8_out="float16"))
+    fp8 = replace(HALF, spec=replace(HALF.spec, dtype=FP8, other_out="float16"))
     assert not plan_forward(fp8).config.fixed_row_max
     config = replace(choose_config(fp8, H200), fixed_row_max=True)
     with pytest.raises(ValueError, match="fixed_row_max must be False in FP8"):

@@ -176,7 +176,7 @@ def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():
 def test_calls_in_fp8_have_the_schedules_that_were_measured():
     for batch, head_dim, expected in ((2, 128, "dynamic"), (6, 256, "dynamic"), (2, 256, "split")):
         problem = make_problem(batch, 8192, 8192, 8, 1, head_dim, dtype=FP8)
-        problem = replace(problem, spec=replace(problem.spec, fp8_out="bfloat16"))
+        problem = replace(problem, spec=replace(problem.spec, other_out="bfloat16"))
         assert plan_forward(problem).schedule.name == expected
     in_pairs = replace(choose_config(problem, H200), cluster_m=2)
     assert plan_forward(problem, config=in_pairs).schedule.name == "list"

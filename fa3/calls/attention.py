@@ -124,9 +124,10 @@ def flash_attn_func(
         sm_margin: SMs to leave to other kernels, also in the backward pass.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q;
-            bfloat16 or float16 with q in FP8. Must not share memory with another tensor of the
-            call; it may lie between their elements, as halves of one buffer do. Not with gradients.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q, or
+            float32; bfloat16 or float16 with q in FP8. Must not share memory with another tensor
+            of the call; it may lie between their elements, as halves of one buffer do. Not with
+            gradients.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
             their order; chosen by the planner if not given. If the planner pairs CTAs, the list
@@ -143,7 +144,7 @@ def flash_attn_func(
         num_splits: 0 or 1, which are the same: the planner decides whether to split.
         pack_gqa: whether the query heads of a key/value head share tiles, in the decode kernel,
             which pays with few queries; chosen by the planner if not given. True is refused with
-            gradients, dropout, a schedule, a plan, and a score or a mask of your own.
+            gradients, out in float32, dropout, a schedule, a plan, and a score or a mask of yours.
         q_descale, k_descale, v_descale: (batch, heads_kv), float32, positive: what q, k and v in
             FP8 are multiplied by; 1 by default. Any strides, also 0.
         attention_chunk, qv: for compatibility. Only None is supported, and 0 for no chunks.
@@ -249,8 +250,8 @@ def flash_attn_varlen_func(
             is above the sequence's length counts as if cut to it, and on a GPU what is below 0
             counts as 0.
         seqused_k: like seqused_q, for keys.
-        out: (total_q, heads_q, head_dim_v), as in `flash_attn_func`. Rows of queries that are not
-            used stay as they are.
+        out: (total_q, heads_q, head_dim_v), as in `flash_attn_func`; with page_table as in
+            `flash_attn_with_kvcache`. Rows of queries that are not used stay as they are.
         num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
             GPU. With 0, keys of long sequences are split too, where few tiles would leave SMs idle
             and no gradient is wanted. With 1, FlashAttention-3's default, they are not, nor with
@@ -430,8 +431,8 @@ def flash_attn_with_kvcache(
             sequences, its place among them and their number. May be slower. Takes memory for 32
             parts of a sequence, or for more if these would exceed 512 keys. From 17 query rows of
             a key/value head on, the limit is 2048 keys.
-        out: as in `flash_attn_func`, bfloat16 if q is FP8. Caches that are appended to must not
-            share memory with another tensor of the call either.
+        out: as in `flash_attn_func`, but like q, or bfloat16 if q is FP8. Caches that are appended
+            to must not share memory with another tensor of the call either.
         block_table, s_aux: as in `flash_attn_varlen_func`.
         q_descale, k_descale, v_descale: as in `flash_attn_func`, of q, k_cache and v_cache. New
             tokens are divided by them, limited to 448, the largest number in FP8, and rounded.

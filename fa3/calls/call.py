@@ -320,16 +320,18 @@ class AttentionCall(
         if self.is_fp8 and options.has_dropout:
             raise NotImplementedError(f"dropout_p must be 0 with q in {FP8_DTYPE}")
         (scores, mask, _), band = options.functions, Band.of(window)
-        out_dtype = DTYPES[self.out.dtype if self.out else dtype_of_output(self.q.dtype)]
+        dtype = FP8 if self.is_fp8 else DTYPES[dtype_of_output(self.q.dtype)]
+        out = self.out.dtype if self.out else dtype_of_output(self.q.dtype)
+        out_dtype = str(out).removeprefix("torch.")
         return AttentionSpec(
-            FP8 if self.is_fp8 else out_dtype,
+            dtype,
             self.head_dim,
             self.head_dim_v,
             Intersection(band, mask) if mask else band,
             (*standard_scores(options.softcap, self.alibi_slopes, is_causal), *scores),
             None if self.sinks is None else str(self.sinks.dtype).removeprefix("torch."),
             options.has_dropout,
-            out_dtype if self.is_fp8 else None,
+            None if out_dtype == dtype else out_dtype,
         )
 
     @property
@@ -479,7 +481,7 @@ def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
     """The dtypes that one of the `TENSORS` may have."""
     q, in_16_bits = call.q.dtype, dtype_of_output(call.q.dtype)
     has_fp8_keys = q == FP8_DTYPE or (call.has_cache and call.k.dtype.itemsize == 1)
-    has_free_out = q == FP8_DTYPE and not call.has_cache
+    outs = tuple(DTYPES) if q == FP8_DTYPE else (in_16_bits, torch.float32)
     return {
         "q": (*DTYPES, FP8_DTYPE),
         "keys": (FP8_DTYPE if has_fp8_keys else q,),
@@ -488,7 +490,7 @@ def accepted_dtypes(call: AttentionCall, name: str) -> tuple[torch.dtype, ...]:
         "int32": (torch.int32,),
         "float32": (torch.float32,),
         "sinks": (torch.float32, in_16_bits),
-        "out": tuple(DTYPES) if has_free_out else (in_16_bits,),
+        "out": (in_16_bits,) if call.has_cache else outs,
     }[TENSOR_RULES[name].dtypes]
 
 

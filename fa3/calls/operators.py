@@ -268,9 +268,9 @@ def fake_attention(
     operand_of(q).check_rank("q", PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
     *batch, rows, heads, _ = q.shape
     columns_v = v.shape[-3 if v.ndim == k.ndim + 1 else -1]  # V^T has one dimension more
-    shape = (*batch, rows, heads, columns_v) if rest.get("out") is None else (0,)
-    out = q.new_empty(shape, dtype=dtype_of_output(q.dtype))
-    return out, q.new_empty(*batch, heads, rows, dtype=torch.float32)
+    shape, out = (*batch, rows, heads, columns_v), rest.get("out")
+    made = q.new_empty(shape, dtype=dtype_of_output(q.dtype)) if out is None else out.new_empty(0)
+    return made, q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 
 def fake_combined(

@@ -50,16 +50,15 @@ class KeyPart:
         return slopes.index_select(0, numbers_on(slopes.device, *self.documents))
 
     def forward(self, tensors: Any, modifiers: tuple) -> tuple[Tensor, Tensor]:
-        """Write out, or a new tensor; return it with the log-sum-exp.
-        Tensors are q, k and v of the part alone, and out or None; modifiers alibi_slopes and
-        sinks."""
-        q, k, v, out = tensors
+        """Write out; return it with the log-sum-exp.
+        Tensors are q, k, v and out of the part alone; modifiers alibi_slopes and sinks."""
         slopes, sinks = self.slopes_of(modifiers[0]), modifiers[1]
-        values = NO_VALUES | {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "sinks": sinks}
+        values = NO_VALUES | {"alibi_slopes": slopes, "sinks": sinks}
+        values |= zip(("q", "k", "v", "out"), tensors, strict=True)
         if self.attention is None:
             self.prepare(values)
         values["cu_seqlens_q"], values["cu_seqlens_k"] = self.ends
-        values["out"], values["modifiers"] = out, modifier_tensors(slopes, (), sinks) or None
+        values["modifiers"] = modifier_tensors(slopes, (), sinks) or None
         values["softmax_scale"] = self.gradients.softmax_scale
         values["longest"] = self.gradients.longest
         return self.attention.attend(values, True)

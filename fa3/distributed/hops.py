@@ -100,26 +100,28 @@ class Hops:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
-        lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:-1], v.shape[-1])
-        kept, total = list[Tensor](), None
+        kind = torch.float32 if self.merges else q.dtype
+        lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:-1], v.shape[-1], dtype=kind)
+        kept, lse = list[Tensor](), None
         # Copy engines want rows without gaps.
         for hop, keys in self.arrivals([(k.contiguous(), v.contiguous())], 1):
             for part in hop.parts:
                 rows = part.rows
                 read = at_rows(q, rows), *(at_rows(x, part.keys) for x in keys)
+                here = at_rows(out, rows)
                 if not part.merges:
-                    _, lse = part.forward((*read, at_rows(out, rows)), modifiers)
-                    lses.append((rows.start, lse))
+                    lses.append((rows.start, part.forward((*read, here), modifiers)[1]))
                     continue
-                if total is None:
-                    total, lses = out.float(), [(0, lse_of_rows(lses))]
-                more = part.forward((*read, None), (None, None))
-                merge_into(at_rows(total, rows), at_rows(lses[0][1], rows, -1), *more)
+                if lse is None:
+                    lse = lse_of_rows(lses)
+                    lses = [(0, lse)]
+                more = part.forward((*read, torch.empty_like(here)), (None, None))
+                merge_into(here, at_rows(lse, rows, -1), *more)
             if self.keeps or not hop.coming:
                 # Other calls write to memory that ranks share.
                 is_shared = hop.coming and hop.coming.in_shared_memory
                 kept += [x.clone() for x in keys] if is_shared else keys
-        out = out if total is None else total.to(q.dtype)
+        out = out.to(q.dtype)
         saved = q, out, *kept, *(lse for _, lse in lses)
         return out, lse_of_rows(lses) if returns_lse else None, saved
 
@@ -133,7 +135,8 @@ class Hops:
         there = [*zip(kept[::2], kept[1::2], strict=True)]
         query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        kind = torch.float32 if self.merges else q.dtype
+        dq = torch.empty_like(q, dtype=kind, memory_format=torch.contiguous_format)
         if self.keeps and (going := self.hops[-1].going):
             going.meet()
         for hop, keys in self.arrivals(there, -1):
@@ -148,7 +151,11 @@ class Hops:
                 part_dq, *dkv, more = part.backward(tensors, read, to, self.fp32_parts)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
-                query_terms.append((rows, [part_dq]))
+                added_to = [x for at, (x,) in query_terms if at == rows and part.merges]
+                if added_to:  # hops take no memory of their own
+                    added_to[0].add_(part_dq)
+                else:
+                    query_terms.append((rows, [part_dq]))
                 hop_terms.append((part.keys, dkv))
             finish_next = hop.start_back(hop_terms, q)
             key_terms += finish()
@@ -202,11 +209,11 @@ def added_up(terms: Terms, like: Tensor, total: int, kinds: Sequence) -> Sequenc
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention to more keys into out, float32, and its log-sum-exp."""
+    """Merge attention to more keys, in float32, into out and its log-sum-exp."""
     both = torch.logaddexp(lse, part_lse)
     # Where no key is seen, the difference is NaN.
     weight = (part_lse - both).exp_().nan_to_num_(0.0)
-    out.lerp_(part.float(), weight.mT[..., None])
+    out.lerp_(part, weight.mT[..., None])
     lse.copy_(both)
 
 

@@ -12,7 +12,7 @@ from fa3.distributed.layouts import Documents, SequenceLayout, check_sequence_la
 from fa3.distributed.steps import pairs_of, steps_of
 from fa3.problem import NO_BOUND, Window
 
-AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
+AUTO = "gather", "ulysses"  # not ring, which has a launch and a merge for each hop
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ class PassArguments(NamedTuple):
             lse=arguments.compact_tensor("float32", (*batches, *lse_shape)),
             d_out=tensor(queries, spec.head_dim_v),
             d_lse=arguments.compact_tensor("float32", (*batches, *lse_shape)),
-            dq=tensor(queries, spec.head_dim),
+            dq=tensor(queries, spec.head_dim, spec.out_dtype),
             dk=tensor(keys, spec.head_dim, gradient_type),
             dv=tensor(keys, spec.head_dim_v, gradient_type),
             buffer=arguments.float32_buffer(),

@@ -483,6 +483,9 @@ class ConvertDq:
     def write_part(self, tile: QueryTile, piece, part: cutlass.Constexpr, values, has_value):
         """Write 16 rows of a piece."""
         lane, dq = cute.arch.lane_idx(), self.fused.dq
+        if cutlass.const_expr(dq.element_type is Float32):
+            self.write_floats(tile, piece, part, values, has_value)
+            return
         is_lower, is_right = lane % 2 == 1, lane // 2 % 2 == 1
         down, right = self.pieces.place(piece)
         row = down * ROWS + part * ROWS_OF_WARP + lane // QUAD + (8 if is_lower else 0)
@@ -498,6 +501,24 @@ class ConvertDq:
                 target = vector_of(dq[tile.batch, tile.begin + query, tile.tile.head, None], column)
                 place = cute.recast_ptr(target.iterator.align(16), dtype=Uint32)
                 cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(QUAD)))
+
+    @cute.jit
+    def write_floats(self, tile: QueryTile, piece, part: cutlass.Constexpr, values, has_value):
+        """Write 16 rows of a piece in float32, two columns at once."""
+        lane, dq, scale = cute.arch.lane_idx(), self.fused.dq, self.fused.scale
+        down, right = self.pieces.place(piece)
+        for r in cutlass.range_constexpr(2):
+            row = down * ROWS + part * ROWS_OF_WARP + lane // QUAD + 8 * r
+            query = tile.tile.m_block * self.kernel.config.tile_m + row
+            if query >= 0 and query < tile.owned:
+                place = dq[tile.batch, tile.begin + query, tile.tile.head, None]
+                for i in cutlass.range_constexpr(self.pieces.quads):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    for j in cutlass.range_constexpr(2):
+                        pair[j] = values[2 * r + j, i] * scale if has_value else Float32(0.0)
+                    column = right * self.pieces.width + 8 * i + 2 * (lane % QUAD)
+                    if column < cute.size(dq, mode=[3]):
+                        cute.autovec_copy(pair, vector_of(place, column // 2, 2))
 
     def words(self, values: cute.Tensor) -> cute.Tensor:
         """A lane's elements of 16 rows, scaled and in 16 bits.

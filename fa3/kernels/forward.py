@@ -73,7 +73,7 @@ from fa3.primitives.tma import (
     rows_of_transposed,
     tile_loader,
 )
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS, smem_layout
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.order import KernelOrder
@@ -151,7 +151,10 @@ class Forward(AttentionKernel):
         lse = RowLse.at(call.lse, (self.batch(call), heads_q, rows_q))
         row_store = None
         if cutlass.const_expr(
-            self.is_recompute or self.packs_sequences or self.schedule_type.splits
+            self.is_recompute
+            or self.packs_sequences
+            or self.schedule_type.splits
+            or self.spec.has_float32_out
         ):
             row_store = RowStore(rows_first(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
@@ -275,9 +278,8 @@ class Forward(AttentionKernel):
     @property
     def o_layout(self) -> cute.ComposedLayout:
         """The same for slabs of O."""
-        shape = ROWS, self.config.tile_n, self.columns_v
-        consumers = self.config.consumers
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.out_type, consumers)
+        width, consumers = self.format.columns_pv, self.config.consumers
+        return smem_layout(self.out_type, ROWS, self.columns_v, consumers, width)
 
     @cute.kernel
     def kernel(self, operands: ForwardOperands, schedule, overlaps_decode):
@@ -315,7 +317,8 @@ class Forward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the cluster."""
         config, (blocks_k, blocks_v) = self.config, self.format.memory
         q_layout, o_layout, warps = self.q_layout, self.o_layout, WARPS * self.config.consumers
-        o_elements = config.own_o * cute.cosize(o_layout)
+        has_o = config.own_o and not self.spec.has_float32_out
+        o_elements = has_o * cute.cosize(o_layout)
         maxima = warps * config.q_stages * self.format.converts_q
         fields_k, fields_v = blocks_k.fields, blocks_v.fields
         has_ones = self.spec.is_fp8 and not config.exact
@@ -338,7 +341,7 @@ class Forward(AttentionKernel):
             loaded_barriers_v: fields_v.loaded_barriers
 
         storage = SmemAllocator().allocate(Storage)
-        buffer_o, outer_o = storage.o if config.own_o else storage.q, o_layout.outer
+        buffer_o, outer_o = storage.o if has_o else storage.q, o_layout.outer
         if cutlass.const_expr(self.format.stages_o_in_v):
             buffer_o = storage.v
             stages = cute.make_layout(config.kv_stages, stride=config.tile_n * self.columns_v)

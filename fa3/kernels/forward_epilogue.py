@@ -133,7 +133,16 @@ class ForwardEpilogue:
 
     @cute.jit
     def finish_tile(self):
-        """Divide O by the row sums; write O and the log-sum-exps."""
+        """Divide O by the row sums; write O and the log-sum-exps.
+        In float32 a slab of O has no room in shared memory."""
+        if cutlass.const_expr(self.kernel.spec.has_float32_out):
+            self.finish_rows(lambda r: True)
+        else:
+            self.finish_slab()
+
+    @cute.jit
+    def finish_slab(self):
+        """Write a slab of O from shared memory, and the log-sum-exps."""
         sequences, segment, tile = self.operands.sequences, self.segment, self.tile
         attention, operands = self.attention, self.operands
         acc_O, coords = attention.regs.acc_O, attention.rules.coords

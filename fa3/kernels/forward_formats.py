@@ -47,6 +47,11 @@ class SixteenBits:
         return False
 
     @property
+    def columns_pv(self) -> int:
+        """Columns of V of a product P V."""
+        return self.columns_v
+
+    @property
     def converters(self) -> int:
         """Warps that convert blocks, the last of the producer warpgroup."""
         return 0
@@ -69,7 +74,7 @@ class SixteenBits:
         """What makes a tile's attention, the WGMMAs, and this warpgroup's turns."""
         turns = PingPong(FIRST_TURN_BARRIER, self.config.consumers, group)
         source = warpgroup.OperandSource.RMEM if self.holds_q else warpgroup.OperandSource.SMEM
-        return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_v, source), turns
+        return Attention, Mmas.of(self.dtype, self.config.tile_n, self.columns_pv, source), turns
 
     def row_max(self, bound: float) -> RowMax:
         """The row max for natural logits of at most `bound`."""
@@ -92,11 +97,17 @@ class Fp8Products(SixteenBits):
 
     def consumer(self, group, ones) -> tuple[Callable, Mmas, PingPong | NoPingPong]:
         """As in 16 bits, but without turns, which cost up to 6%."""
-        (attention, _), columns = attention_of(self.config, self.columns_v), self.columns_v
-        if attention is PartsAttention and self.config.tile_n // 8 + columns > MOST_REGISTERS:
-            columns //= 2  # P, O and P V do not fit the registers.
-        mmas = Mmas.of(self.dtype, self.config.tile_n, columns)
+        attention, _ = attention_of(self.config, self.columns_v)
+        mmas = Mmas.of(self.dtype, self.config.tile_n, self.columns_pv)
         return partial(attention.of, ones), mmas, NoPingPong()
+
+    @property
+    def columns_pv(self) -> int:
+        """Half of V's columns, where registers are too few for all."""
+        attention, _ = attention_of(self.config, self.columns_v)
+        registers = self.config.tile_n // 8 + self.columns_v
+        is_half = attention is PartsAttention and registers > MOST_REGISTERS
+        return self.columns_v // 2 if is_half else self.columns_v
 
     def row_max(self, bound: float) -> RowMax:
         return RowMax.LOW if self.config.exact else RowMax.LINEAR

@@ -40,7 +40,7 @@ class ForwardConfig:
     cluster_m: int = 1  # CTAs along M that share K and V by multicast (1 or 2)
     # Whether O has its own shared memory. If not, each warpgroup stages its rows in a stage of V,
     # which gets the next tile's V when O has been stored. With an FP8 cache it is Q's buffer, and
-    # the next Q is loaded then.
+    # the next Q is loaded then. With out in float32 each thread stores its rows.
     own_o: bool = True
     # CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it divides the
     # query heads of a key/value head. They walk the same key blocks, even under a mask.
@@ -100,8 +100,8 @@ class ForwardConfig:
         q = self.q_stages * self.tile_m * head_dim
         loaded = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
         converted = self.converted_stages * self.tile_n * (head_dim + head_dim_v)
-        o = self.tile_m * head_dim_v if self.own_o else 0
-        element, out = spec.element_bytes, ELEMENT_BYTES[spec.out_dtype]
+        o = self.tile_m * head_dim_v if self.own_o and not spec.has_float32_out else 0
+        element, out = spec.element_bytes, spec.out_bytes
         loaded *= ELEMENT_BYTES[FP8] if self.converted_stages else element
         return element * (q + converted) + loaded + out * o + 1024
 
@@ -142,8 +142,8 @@ class ForwardConfig:
         if spec.is_fp8 and self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n must be a multiple of {FP8_KEYS} in FP8, got {self.tile_n}")
         if not self.own_o:
-            if spec.is_fp8:
-                raise ValueError("own_o must be True in FP8: a stage of V is smaller than O's rows")
+            if spec.other_out is not None:
+                raise ValueError(f"own_o must be True with {spec.dtype} in, {spec.out_dtype} out")
             if has_fp8_cache and padded(spec.head_dim) != padded(spec.head_dim_v):
                 raise ValueError(
                     f"own_o=False stages O in Q's place with an FP8 cache and needs their columns "

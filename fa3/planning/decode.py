@@ -237,6 +237,7 @@ class DecodePlan(PlanBase):
         refused = {
             "a score or a mask of your own": spec.has_user_functions,
             "q in FP8": spec.is_fp8,
+            "out in float32": spec.has_float32_out,
             "dropout_p": spec.has_dropout,
         }
         for what, is_asked in refused.items():

@@ -167,6 +167,7 @@ class Plan(PlanBase):
         if groups > 1:
             together = f"{heads:,} heads in {groups} head groups, one after another"
         arranged = "in the caller's order" if self.is_arranged else "last query rows first"
+        own = "in registers only" if problem.spec.has_float32_out else "in a buffer of its own"
         softmax = "Online: subtracts the running row max."
         if config.fixed_row_max:
             softmax = (
@@ -179,8 +180,7 @@ class Plan(PlanBase):
             "CTA": f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
             f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
             "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, "
-            f"{config.kv_stages} of K and of V, O "
-            f"{'in a buffer of its own' if config.own_o else 'staged where V was'}: "
+            f"{config.kv_stages} of K and of V, O {own if config.own_o else 'staged where V was'}: "
             f"{config.smem_bytes(problem.spec):,} of {CAPACITY:,} bytes.",
             "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
             f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
@@ -265,10 +265,11 @@ def check_arguments(
     if spec.dtype not in ELEMENT_BYTES:
         kinds = [*ELEMENT_BYTES]
         raise ValueError(f"problem.spec.dtype must be one of {kinds}, got {spec.dtype!r}")
-    outs = [one for one in ELEMENT_BYTES if one != FP8] if spec.is_fp8 else [None]
-    if spec.fp8_out not in outs:
+    outs = [one for one in ELEMENT_BYTES if one != FP8] if spec.is_fp8 else [None, "float32"]
+    if spec.other_out not in outs:
         raise ValueError(
-            f"problem.spec.fp8_out must be one of {outs} with {spec.dtype}, got {spec.fp8_out!r}"
+            f"problem.spec.other_out must be one of {outs} with {spec.dtype}, got "
+            f"{spec.other_out!r}"
         )
     unit = FP8_HEAD_DIM_UNIT if spec.is_fp8 else HEAD_DIM_UNIT
     for name in ("head_dim", "head_dim_v"):

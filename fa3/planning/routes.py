@@ -156,7 +156,7 @@ class Signature:
         if self.call == CACHE:
             return True
         is_plain = not (spec.has_user_functions or spec.has_dropout or self.has_gradients)
-        is_plain = is_plain and not spec.is_fp8
+        is_plain = is_plain and spec.other_out is None
         return self.heads_q > 0 and is_plain and (self.call == DENSE or not self.sm_margin)
 
     @cached_property
@@ -171,10 +171,10 @@ class Signature:
     def shared_tiling(self) -> ForwardConfig | None:
         """The tiling of shared tiles, with an online softmax; or None.
         None if they cannot: where scores, a mask or dropout ask for a row's place in its sequence,
-        and in FP8, whose scales are by sequence."""
+        in FP8, whose scales are by sequence, and with out in float32."""
         spec = self.spec
         has_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
-        may_share = self.call == PACKED and not (has_rows or spec.has_dropout or spec.is_fp8)
+        may_share = self.call == PACKED and not (has_rows or spec.has_dropout or spec.other_out)
         return halved_tiling(self.shared_spec) if may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
@@ -522,7 +522,7 @@ RULES = {
         Case(DECODE, "`pack_gqa=True`", lambda sig, n: sig.pack_gqa and n.max_seqlen_q),
         Case(FORWARD, "a gradient is wanted, or `pack_gqa=False`",
              lambda sig, _: sig.has_gradients or sig.pack_gqa is False),
-        Case(FORWARD, "q in FP8, dropout, or a score or a mask of your own",
+        Case(FORWARD, "q in FP8, `out` in float32, dropout, or a score or a mask of your own",
              lambda sig, _: not sig.may_decode),
         Case(DECODE, PREDICTED, lambda _, n: n.max_seqlen_q),
         Case(FORWARD, "all others", lambda *_: True),
@@ -531,8 +531,8 @@ RULES = {
         Case(NOTHING, "no row, no sequence or no head, or `max_seqlen_q` is 0", has_no_query),
         Case(ZEROS, "`max_seqlen_k` is 0", has_no_key),
         Case(SHARED, "`max_seqlen_q` up to 64, `max_seqlen_k` up to 256, more sequences x query "
-             "heads than SMs, and fewer steps with shared tiles than without; no FP8, ALiBi, "
-             "dropout, or score or mask of your own", suits_shared_tiles),
+             "heads than SMs, and fewer steps with shared tiles than without; no FP8, `out` in "
+             "float32, ALiBi, dropout, or score or mask of your own", suits_shared_tiles),
         Case(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
              "the short limit", queries_if_all_are_short),
         Case(BOTH_SPLIT, "decoding is possible, k has at least 4096 more rows than q, lengths may "

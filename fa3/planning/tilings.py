@@ -295,6 +295,8 @@ def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig
 def alternatives(spec: AttentionSpec) -> list[Tiling]:
     """The rows of `TILINGS` that fit, up to the first without limit."""
     rows = [row for row in (*TILINGS, *TILINGS_IN_FP8) if row.fits(spec)]
+    if spec.other_out is not None:  # O cannot be staged where V or Q was.
+        rows = [row._replace(config=replace(row.config, own_o=True)) for row in rows]
     limits = [row.max_seqlen_q for row in rows]
     return rows[: limits.index(math.inf) + 1]
 

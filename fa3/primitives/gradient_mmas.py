@@ -14,21 +14,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.primitives.wgmma import ROWS
-
-SWIZZLES = {
-    64: warpgroup.SmemLayoutAtomKind.K_SW128,
-    32: warpgroup.SmemLayoutAtomKind.K_SW64,
-    16: warpgroup.SmemLayoutAtomKind.K_SW32,
-}
-"""Columns of a swizzled unit -> its kind. No operand may begin or end in the middle of a unit."""
-
-
-def smem_layout(dtype, rows: int, columns: int, count: int, width: int) -> cute.ComposedLayout:
-    """(rows, columns, count), swizzled in the largest units that divide `width` columns."""
-    kind = next(kind for unit, kind in SWIZZLES.items() if width % unit == 0)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+from fa3.primitives.wgmma import ROWS, smem_layout
 
 
 class GradientLayouts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Issue of warpgroup matrix multiplications (WGMMA), and sizes of warps and warpgroups."""
+"""Warpgroup matrix multiplications (WGMMA): sizes, layouts in shared memory, issue."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +15,20 @@ REGISTERS = {2: (24, 240), 3: (32, 160)}
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # with pages
 REGISTERS_OF_CONVERTERS = {2: (56, 224)}  # with pages in FP8; the sum over warps is the same
 ROWS_OF_WARP = ROWS // WARPS  # accumulator rows of a WGMMA that one warp holds
+
+SWIZZLES = {
+    64: warpgroup.SmemLayoutAtomKind.K_SW128,
+    32: warpgroup.SmemLayoutAtomKind.K_SW64,
+    16: warpgroup.SmemLayoutAtomKind.K_SW32,
+}
+"""Columns of a swizzled unit -> its kind. No operand may begin or end in the middle of a unit."""
+
+
+def smem_layout(dtype, rows: int, columns: int, count: int, width: int) -> cute.ComposedLayout:
+    """(rows, columns, count), swizzled in the largest units that divide `width` columns."""
+    kind = next(kind for unit, kind in SWIZZLES.items() if width % unit == 0)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
 
 @cute.jit

@@ -68,8 +68,8 @@ def execute_backward(
         sequences: the sequences, if they are packed.
 
     Returns:
-        gradients of q, k, v and the sinks, of their shapes and dtypes, contiguous; 0 in rows of no
-        sequence. A row that sees no key gets 0 and adds nothing, whatever came for it.
+        gradients of q, k, v and the sinks, of their shapes and dtypes, contiguous, dQ as out; 0 in
+        rows of no sequence. A row that sees no key gets 0 and adds nothing, whatever came for it.
     """
     q, k, v, out, lse, d_out, d_lse = batched(operands)
     values = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "softmax_scale": softmax_scale}
@@ -116,7 +116,7 @@ def execute_backward(
         sinks = walk.sinks.float()
         sums = (gradient_of_sinks(sinks, lse[..., x], delta[..., x]) for x in parts)
         d_sinks = reduce(torch.add, sums).to(walk.sinks.dtype)
-    gradients = (dq * softmax_scale).to(q.dtype), dk, dv
+    gradients = (dq * softmax_scale).to(getattr(torch, problem.spec.out_dtype)), dk, dv
     d_q, d_k, d_v = (one.view(x.shape) for one, x in zip(gradients, operands, strict=False))
     return Gradients(d_q, d_k, d_v, d_sinks)
 

@@ -270,7 +270,7 @@ def spec_of(model: Model, window: Window, on_cache: bool = False) -> AttentionSp
     head_dims = model.head_dim, model.head_dim_v
     spec = AttentionSpec(model.out_dtype, *head_dims, Band.of(window), scores, sinks)
     is_fp8 = model.is_fp8 and not on_cache
-    return replace(spec, dtype=FP8, fp8_out=spec.dtype) if is_fp8 else spec
+    return replace(spec, dtype=FP8, other_out=spec.dtype) if is_fp8 else spec
 
 
 def known_gpus() -> list[Gpu]:
