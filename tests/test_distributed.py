@@ -268,9 +268,8 @@ def compare_with_float64(group, method, size):
     return ratios
 
 
-@pytest.mark.parametrize("method, most", [("gather", 1.02), ("ulysses", 1.02), ("ring", 1.13)])
+@pytest.mark.parametrize("method, most", [("gather", 1.02), ("ulysses", 1.02), ("ring", 1.05)])
 def test_errors_are_a_process_s(ranks, method, most):
-    """Ring rounds each hop's output to 16 bits."""
     seqlen = 512 if ranks.backend == "gloo" else 2048
     ratios = ranks.run(ranks.count, compare_with_float64, method, seqlen)[0]
     assert max(ratios[:2]) <= most and max(ratios[2:]) <= 1.05, ratios
@@ -785,10 +784,9 @@ def test_plans(layout, ranks, options, method):
     last = last if window[1] < 0 else torch.minimum(last, rows + window[1])
     total = 32 * int((last - first + 1).sum())
     assert abs(sum(best.pairs) - total) < ranks
-    named = {x: options[x] for x in options}
-    for name in ("gather", "ring", "ulysses"):
+    for name in METHODS:
         try:
-            one = plan(layout, 8192, ranks, 32, 8, 128, method=name, **named)
+            one = plan(layout, 8192, ranks, 32, 8, 128, method=name, **options)
         except (ValueError, NotImplementedError):
             continue
         assert one.method == name and (name == "ring" or one.efficiency <= best.efficiency)

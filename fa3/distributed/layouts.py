@@ -5,10 +5,14 @@ Each rank has some of them. Any length will do: ranks differ by one row at most.
 """
 
 import functools
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,8 +103,10 @@ def length_of(x: Tensor, dim: int) -> int:
 def dealt(rows: range, shares: Sequence[int]) -> Runs:
     """Return two chunks for each rank, with its share of rows.
     The first chunks follow each other, then the others in reverse. So under a causal mask a row is
-    as much work on each rank. If one rank has all, its second chunk is empty."""
-    seconds = [x // 2 * (max(shares) < sum(shares)) for x in shares]
+    as much work on each rank. The last rank has one chunk: a second one, or first if it has all."""
+    seconds = [share // 2 for share in shares]
+    last = max((i for i, share in enumerate(shares) if share), default=0)
+    seconds[last] = shares[last] * (shares[last] < sum(shares))
     lengths = [x - y for x, y in zip(shares, seconds, strict=True)] + seconds[::-1]
     chunks = [range(*ends) for ends in pairwise(accumulate(lengths, initial=rows.start))]
     return tuple((chunks[i], chunks[-1 - i]) for i in range(len(shares)))
@@ -133,11 +139,11 @@ class Contiguous(SequenceLayout):
 
 @dataclass(frozen=True)
 class Documents(SequenceLayout):
-    """Ranks have whole packed documents, and chunks of the longest.
+    """Ranks have whole packed documents, and chunks of some.
 
-    As few documents are cut as give all ranks the same rows, but for one, and 2% more work than the
-    mean at most. They are cut as by `Zigzag`, but ranks may have more or fewer rows of them. A rank
-    has its whole documents first, then the others' first chunks.
+    All ranks have the same rows, but for one, and 2% more work than the mean at most, but for a row
+    or two. A rank has parts of four at most. These are cut as by `Zigzag`, but ranks may have more
+    or fewer rows of them. Whole documents come first, then first chunks, then second ones.
 
     Attributes:
         cu_seqlens: (documents + 1,) integers; the host waits for a tensor on a GPU.
@@ -178,48 +184,53 @@ class Documents(SequenceLayout):
         documents = sorted(
             enumerate(y - x for x, y in pairwise(self.cu_seqlens)), key=lambda one: -one[1]
         )
-        lengths, num_cut = [length for _, length in documents], 0
-        while (shares := shares_of(lengths, num_cut, num_ranks)) is None:
-            num_cut = min(len(lengths), num_cut + 1 + num_cut // 4)
-        wholes = sorted(range(num_cut, len(lengths)), key=lambda i: shares[i].index(max(shares[i])))
-        order = [*wholes, *range(num_cut)]
+        shares = shares_of([length for _, length in documents], num_ranks)
+        # Of whole documents, the rank that has them; cut ones come last.
+        ranks = [x.index(max(x)) if max(x) == sum(x) else num_ranks for x in shares]
+        order = sorted(range(len(shares)), key=ranks.__getitem__)
         return [documents[i][0] for i in order], [shares[i] for i in order]
 
 
 def chunks_of(begins: Iterable[int], shares: list[list[int]], num_ranks: int) -> Runs:
-    """Return each rank's first chunks of documents, then the second ones."""
-    dealt_out = [dealt(range(x, x + sum(y)), y) for x, y in zip(begins, shares, strict=False)]
-    return tuple(
-        tuple(one[rank][i] for i in range(2) for one in dealt_out) for rank in range(num_ranks)
-    )
+    """Return each rank's first chunks of documents, then the second ones.
+    Those that begin a document come first: a causal mask shows them no keys of other ranks."""
+    documents = [(x, dealt(range(x, x + sum(y)), y)) for x, y in zip(begins, shares, strict=False)]
+    results = []
+    for rank in range(num_ranks):
+        firsts = sorted((x[rank][0].start > begin, i) for i, (begin, x) in enumerate(documents))
+        chunks = [documents[i][1][rank][0] for _, i in firsts]
+        results.append((*chunks, *(x[rank][1] for _, x in documents)))
+    return tuple(results)
 
 
-def shares_of(lengths: list[int], num_cut: int, num_ranks: int) -> list[list[int]] | None:
-    """Return the ranks' rows of each document; the first documents are cut.
-    They are the longest. Return None unless ranks have the same rows and about the same work."""
-    cut, all_work = lengths[:num_cut], sum(x * x for x in lengths)
-    rows = even(sum(lengths), num_ranks)
-    # A row's work is its document's length, of rows that are cut this much on average.
-    mean = sum(x * x for x in cut) / max(sum(cut), 1) or max(lengths, default=0)
-    wholes, work = [], [mean * x for x in rows]
-    for length in lengths[num_cut:]:
-        # Each rank has fewer of the rows that are cut instead. This rank has most work.
-        rank = max(range(num_ranks), key=lambda i: (work[i], rows[i]))
-        work[rank] -= length * (mean - length)
-        rows[rank] -= length
-        wholes.append([length * (i == rank) for i in range(num_ranks)])
-    if num_cut < len(lengths) and (
-        min(rows) < 0 or (max(rows) > 0 and not cut) or max(work) * num_ranks > 1.02 * all_work
-    ):
-        return None
-    shares = []
-    for length in cut:
-        # In proportion to the rows that each rank still lacks.
-        lacks = sum(rows)
-        ends = [x * length // lacks if lacks else 0 for x in accumulate(rows, initial=0)]
-        shares.append([end - begin for begin, end in pairwise(ends)])
-        rows = [x - share for x, share in zip(rows, shares[-1], strict=True)]
-    return shares + wholes
+def shares_of(lengths: list[int], num_ranks: int) -> list[list[int]]:
+    """Return the ranks' rows of each document; documents fall in length.
+    Rank after rank takes rows of the longest ones left, and of the shortest, so that what is left
+    has the mean work. It takes whole documents where no rank then has 2% more than the mean."""
+    ends = np.array([0, *accumulate(lengths)])
+    works = np.array([0, *accumulate(x * x for x in lengths)], float)  # integers may overflow
+    mean = works[-1] / max(ends[-1], 1)  # of a row
+    first, last, before, taken = 0, sum(lengths), 0.0, list[Any]()
+
+    def excess(begin: Any) -> Any:
+        """Return the work over the mean of the ranks so far."""
+        edges = (np.interp(x, ends, works) for x in (begin, begin + left))
+        return mean * left + next(edges) - next(edges)
+
+    for wanted in even(last, num_ranks):
+        left = last - first - wanted  # rows for the other ranks
+        begin = first + bisect_left(range(first, first + wanted), 0, key=excess)
+        for near in (ends - left, ends):  # ends of long documents count more
+            near = near[(near >= first) & (near <= first + wanted)]
+            # Of the ranks so far, and of this one alone.
+            away = np.maximum(abs(after := excess(near)), after - before)
+            if away.min(initial=math.inf) <= 0.02 * works[-1] / num_ranks:
+                begin = near[away.argmin()]
+        before = excess(begin)
+        sides = (first, begin), (begin + left, last)
+        taken.append(sum(np.diff(np.clip(ends, *side)) for side in sides))
+        first, last = begin, begin + left
+    return np.transpose(taken).tolist()
 
 
 zigzag = Zigzag()
