@@ -137,6 +137,8 @@ def options() -> Iterator[Option]:
     yield Option("log-sum-exp (`return_lse`)", {"return_lse": True})
     outs = {name: {"out": zeros(*shape)} for name, shape in SHAPES.items()}
     yield Option("`out`", of=outs)
+    wide = {name: {"out": torch.zeros(shape)} for name, shape in SHAPES.items()}
+    yield Option("`out` in float32", of=wide)
     yield Option("tile order of your own (`schedule`)", {"schedule": lambda tiles: tiles})
     yield Option("`seqused_q`, `seqused_k`", {"seqused_q": LENGTHS, "seqused_k": LENGTHS})
     on_pages: Inputs = {

@@ -209,7 +209,7 @@ def flash_attn_backward(
 
     Args:
         d_out: the gradient of out, in any strides; None for zeros.
-        out: the output, contiguous in its last dimension.
+        out: the output, of q's dtype, contiguous in its last dimension.
         lse: the log-sum-exp that belongs to out, contiguous; (batch, heads_q, seqlen_q), or
             (heads_q, total_q) of packed sequences.
         d_lse: the gradient of lse, float32, in any strides; None for zeros.
