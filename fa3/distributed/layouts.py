@@ -141,9 +141,9 @@ class Contiguous(SequenceLayout):
 class Documents(SequenceLayout):
     """Ranks have whole packed documents, and chunks of some.
 
-    All ranks have the same rows, but for one, and 2% more work than the mean at most, but for a row
-    or two. A rank has parts of four at most. These are cut as by `Zigzag`, but ranks may have more
-    or fewer rows of them. Whole documents come first, then first chunks, then second ones.
+    Ranks have equally many rows, but for one, and up to 2% more work than the mean, and the work of
+    a row or two. A rank has parts of four at most. These are cut as by `Zigzag`, but into unequal
+    shares. Whole documents come first, then first chunks, then second ones.
 
     Attributes:
         cu_seqlens: (documents + 1,) integers; the host waits for a tensor on a GPU.
