@@ -21,6 +21,7 @@ from fa3.calls.backward import (
     wants_gradient,
 )
 from fa3.calls.call import (
+    ALIGNMENTS,
     NO_VALUES,
     WITH_GRADIENT,
     check_totals,
@@ -510,7 +511,7 @@ def describe_call(
     for name in ("out", "k", "v") if call.append is not None else ("out",):
         if values[name] is not None:
             check_writable(described.name(name), values[name])
-    alignments = described.alignments(options)
+    alignments = ALIGNMENTS[kind] | dict.fromkeys(options.functions.names, 1)
     growing = sum(described.names_by_rows, ())
     latest.remember(values, alignments, growing, call, WITH_GRADIENT[kind])
     return call, [values[name].data_ptr() for name in alignments if values[name] is not None]

@@ -19,6 +19,7 @@ from fa3.calls.call import lengths_of
 from fa3.calls.eager import in_memory, lie_in_memory
 from fa3.calls.execution import Prepared
 from fa3.calls.operands import ALIGNMENT, FP8_DTYPE, used_queries
+from fa3.calls.options import DENSE, PACKED
 from fa3.planning.backward import BackwardPlan, BufferLayout
 from fa3.planning.backward_packed import kernels_of_packed, launch_of_packed, shares_of_packed
 from fa3.planning.costs import Gpu
@@ -92,11 +93,6 @@ class BackwardCall(NamedTuple):
     softmax_scale: float
     deterministic: bool  # whether dQ has the same bits every time; dK and dV always have
     prepare: Callable[..., PreparedBackward] | None = None  # on a GPU, see `preparation_of`
-
-    @property
-    def function(self) -> str:
-        """The public function."""
-        return "flash_attn_func" if self.longest is None else "flash_attn_varlen_func"
 
     def gradients(
         self,
@@ -305,7 +301,8 @@ class DifferentiableAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             with torch.no_grad():
                 results = call.gradients(*arguments)
-            results = WithoutDerivative.apply(call.function, results, *operands, *tensors)
+            function = DENSE if call.longest is None else PACKED
+            results = WithoutDerivative.apply(function, results, *operands, *tensors)
         else:
             results = call.gradients(*arguments)
         *grads, d_sinks = results

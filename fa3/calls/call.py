@@ -89,10 +89,6 @@ TENSOR_RULES = {
 call on one, and k_new and v_new the tokens that it gets."""
 
 TENSORS = tuple(TENSOR_RULES)
-TENSORS_OF_KINDS = {
-    kind: tuple(name for name, rule in TENSOR_RULES.items() if kind in rule.kinds)
-    for kind in ALL_KINDS
-}
 OF_INT32 = [name for name, rule in TENSOR_RULES.items() if rule.dtypes == "int32"]
 INTEGERS = tuple([name for name in OF_INT32 if name != "cu_seqlens_k"])
 """The int32 tensors that a call on a cache may have."""
@@ -100,12 +96,9 @@ INTEGERS = tuple([name for name in OF_INT32 if name != "cu_seqlens_k"])
 DESCALES = {"q_descale": "q", "k_descale": "k", "v_descale": "v"}
 """What elements of FP8 tensors are multiplied by."""
 
-OTHER_ARGUMENTS = (
-    "softmax_scale", "score", "mask", "rng_state", "max_seqlen_q", "max_seqlen_k", "cache_length",
-)  # fmt: skip
-"""Arguments of calls besides the `TENSORS`, the options, and scheduler_metadata."""
-
-NO_VALUES: dict[str, Any] = dict.fromkeys((*TENSORS, *OTHER_ARGUMENTS)) | {
+NO_VALUES: dict[str, Any] = dict.fromkeys(TENSORS) | {
+    "softmax_scale": None, "score": None, "mask": None, "rng_state": None, "max_seqlen_q": None,
+    "max_seqlen_k": None, "cache_length": None,
     "lse": None, "address_of_lse": 0, "seqlen_new": 0, "descales": None, "dropout": None,
     "longest": None,  # max_seqlen_q and max_seqlen_k of packed keys
 }  # fmt: skip
@@ -123,6 +116,16 @@ WITH_GRADIENT = {DENSE: (*QKV, "sinks"), PACKED: (*QKV, "sinks"), PAGED: (), CAC
 
 READ_BY_NUMBER = {*OF_INT32, *DESCALES, "alibi_slopes", "sinks"}
 """The tensors that may begin at any address."""
+
+ALIGNMENTS = {
+    kind: {
+        name: 1 if name in READ_BY_NUMBER else ALIGNMENT
+        for name, rule in TENSOR_RULES.items()
+        if kind in rule.kinds
+    }
+    for kind in ALL_KINDS
+}
+"""The tensors of each kind of calls, with bytes to which they must be aligned."""
 
 PER_SEQUENCE = "seqused_q", "seqused_k", *DESCALES
 """The tensors that have a row for each sequence, if keys are packed."""
@@ -152,10 +155,9 @@ def public_name(kind: str, tensor: str) -> str:
 def describe_tensors(values: Mapping[str, Any], options: Options) -> "AttentionCall":
     """Describe a call's tensors; raise for one that no call takes."""
     kind, operands = options.kind, {}
-    for name in TENSORS_OF_KINDS[kind]:
+    for name, alignment in ALIGNMENTS[kind].items():
         tensor = values.get(name)
         if tensor is not None or name in REQUIRED[kind]:
-            alignment = 1 if name in READ_BY_NUMBER else ALIGNMENT
             has_backward = name in WITH_GRADIENT[kind]
             operands[name] = describe(public_name(kind, name), tensor, alignment, has_backward)
     functions = tuple([describe(name, values[name], 1) for name in options.functions.names])
@@ -346,12 +348,6 @@ class AttentionCall(
         per_sequence = *PER_SEQUENCE, *["alibi_slopes"] * has_slopes
         return rows_of_q, ("k", "v"), per_sequence, ("cu_seqlens_q", "cu_seqlens_k")
 
-    def alignments(self, options: Options) -> dict[str, int]:
-        """Bytes to which each tensor must be aligned, by name."""
-        names = TENSORS_OF_KINDS[self.kind]
-        known = {name: 1 if name in READ_BY_NUMBER else ALIGNMENT for name in names}
-        return known | dict.fromkeys(options.functions.names, 1)
-
     def without_lengths(self) -> "AttentionCall":
         """What calls share that differ in totals and packed sequences only.
 
@@ -377,7 +373,7 @@ class AttentionCall(
         `appends` says whether the caches are written."""
         if self.out is None and not appends:
             return None
-        tensors, functions = TENSORS_OF_KINDS[self.kind], options.functions.names
+        tensors, functions = ALIGNMENTS[self.kind], options.functions.names
         operands = *[getattr(self, name) for name in tensors], *self.functions
         written = "out", *[self.name("k"), self.name("v")] * appends
         names = *map(self.name, tensors), *functions
@@ -399,12 +395,10 @@ class AttentionCall(
 # ------------------------------------------------------------------------------------ tensors
 
 
-def prepare_without_lengths(
-    prepare: Callable[[AttentionCall, Options], Made], call: AttentionCall, options: Options
-) -> Made:
+def prepare_without_lengths(prepare: Callable[..., Made], call: AttentionCall, *rest: Any) -> Made:
     """What `prepare` makes of a call `without_lengths`; its complaints have them."""
     try:
-        return prepare(call.without_lengths(), options)
+        return prepare(call.without_lengths(), *rest)
     except ValueError:  # a TypeError says nothing of lengths
         check_tensors(call)
         raise
@@ -428,7 +422,12 @@ def check_tensors(call: AttentionCall) -> None:
     sizes["batch + 1"] = call.batch + 1, sizes["batch"][1]
     for name in TENSORS[1:]:
         check_tensor(call, name, sizes)
-    call.k.check_heads_divide(call.name("k"), call.q)
+    heads_q, heads_kv = call.heads_q, call.heads_kv
+    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
+        raise ValueError(
+            f"q must have a multiple of {call.name('k')}'s heads, got {heads_q} query heads "
+            f"and {heads_kv} key/value heads"
+        )
     if call.has_cache:
         check_cache(call)
     elif call.kind == DENSE:

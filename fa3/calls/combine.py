@@ -10,7 +10,6 @@ from fa3.calls import operators
 from fa3.calls.devices import gpu_of
 from fa3.calls.eager import is_traced
 from fa3.calls.operands import DIMENSIONS, DTYPES, Operand, check_apart, check_writable, describe
-from fa3.calls.operators import trace_combine
 from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
@@ -61,12 +60,13 @@ def flash_attn_combine(
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
     if traced:
-        return trace_combine(out_partial, lse_partial, out, out_dtype)
-    parts_described = (
-        describe("out_partial", out_partial),
-        describe("lse_partial", lse_partial, alignment=1),
-    )
-    call = prepare_combine(*parts_described, out_described, out_dtype)
+        parts = {"out_partial": out_partial, "lse_partial": lse_partial}
+        operators.refuse_gradients(parts)
+        made, lse = operators.COMBINE(**parts, out=out, out_dtype=out_dtype)
+        return made if out is None else out, lse
+    partial = describe("out_partial", out_partial)
+    partial_lse = describe("lse_partial", lse_partial, alignment=1)
+    call = prepare_combine(partial, partial_lse, out_described, out_dtype)
     if out is not None:
         check_writable("out", out)
         tensors = {"out": out, "out_partial": out_partial, "lse_partial": lse_partial}

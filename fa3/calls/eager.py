@@ -124,8 +124,11 @@ def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or lie_in_memory(tensor):
         return tensor
     # Nearly all tensors have been spared this.
-    if is_collective(tensor):
-        tensor = tensor.wait()
+    if type(tensor) is not torch.Tensor and torch.distributed.is_available():
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()
     address_of(name, tensor)
     return tensor.resolve_neg()
 
@@ -141,20 +144,3 @@ def lie_in_memory(*tensors: torch.Tensor | None) -> bool:
         )
     except (RuntimeError, TypeError):
         return False
-
-
-def is_collective(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for the result of an unfinished collective."""
-    if type(tensor) is torch.Tensor or not torch.distributed.is_available():
-        return False
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return isinstance(tensor, AsyncCollectiveTensor)
-
-
-def check_resolved(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless memory holds the tensor itself: strided, not lazily negated."""
-    if tensor.is_nested:
-        raise no_memory(name, tensor)
-    if tensor.is_neg():
-        raise ValueError(f"{name} is a lazily negated view: pass {name}.resolve_neg()")

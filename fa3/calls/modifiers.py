@@ -27,20 +27,25 @@ def functions_of(
     q: torch.Tensor | Operand, score: Score | None, mask: Mask | None
 ) -> tuple[UserFunctions, tuple[torch.Tensor, ...]]:
     """Check the user's score and mask; return what is compiled, and tensors."""
-    if score is not None:
-        check_function("score", score, Score, q)
-    if mask is not None:
-        check_function("mask", mask, Mask, q)
-    functions = {"score": score, "mask": mask}
-    tensors = {
-        f"{kind}.{name}": tensor
-        for kind, one in functions.items()
-        if one is not None
-        for name, tensor in tensors_of(one)
-    }
-    templates = [None if one is None else Template.of(one) for one in functions.values()]
-    scores = () if score is None else (templates[0],)
-    return UserFunctions(scores, templates[1], tuple(tensors)), tuple(tensors.values())
+    tensors = {}
+    for kind, one, base, method in (
+        ("score", score, Score, "score"),
+        ("mask", mask, Mask, "visible"),
+    ):
+        if one is None:
+            continue
+        if not isinstance(one, base):
+            raise not_an_object(kind, one, base)
+        check_class(type(one), base, method)
+        for field, tensor in tensors_of(one):
+            name = f"{kind}.{field}"
+            operand = describe(name, tensor, 1)
+            operand.check_dtype(name, *ELEMENT_DTYPES)
+            operand.check_device(name, "q", q)
+            tensors[name] = tensor
+    scores = () if score is None else (Template.of(score),)
+    template = None if mask is None else Template.of(mask)
+    return UserFunctions(scores, template, tuple(tensors)), tuple(tensors.values())
 
 
 def modifier_tensors(
@@ -64,21 +69,7 @@ def standard_scores(
     return tuple(map(Template.of, scores))
 
 
-def check_function(name: str, instance: object, base: type, q: torch.Tensor | Operand) -> None:
-    """Raise unless it is a user's object that can be compiled."""
-    if not isinstance(instance, base):
-        raise not_an_object(name, instance, base)
-    check_class(type(instance), base, "score" if base is Score else "visible")
-    for field, tensor in tensors_of(instance):
-        field = f"{name}.{field}"
-        operand = describe(field, tensor, 1)
-        operand.check_dtype(field, *ELEMENT_DTYPES)
-        operand.check_device(field, "q", q)
-
-
 # -------------------------------------------------------------------------------------- dropout
-
-STATE_BYTES = 8  # bytes of a seed
 
 
 def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor) -> Dropout | None:
@@ -101,7 +92,7 @@ def draw_rng_state(device: torch.device) -> torch.Tensor:
 
 def described_state(rng_state: torch.Tensor) -> Operand:
     """Describe a seed that the caller gives; raises unless it is one."""
-    operand = describe("rng_state", rng_state, STATE_BYTES)
+    operand = describe("rng_state", rng_state, torch.int64.itemsize)
     operand.check_dtype("rng_state", torch.int64)
     if tuple(operand.shape) != (1,):
         raise ValueError(f"rng_state must have shape (1,), got {tuple(operand.shape)}")

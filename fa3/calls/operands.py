@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from fa3.calls.eager import (
-    LOWEST_ADDRESS,
-    address_of,
-    check_resolved,
-    check_undifferentiated,
-    no_memory,
-)
+from fa3.calls.eager import LOWEST_ADDRESS, address_of, check_undifferentiated, no_memory
 from fa3.calls.latest import MOST_PLACES
 from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
@@ -118,15 +112,6 @@ class Operand(NamedTuple):
         if columns % unit or not 0 < columns <= most:
             raise ValueError(f"{name} has head_dim {columns}, supported{where} are {units}")
 
-    def check_heads_divide(self, name: str, q: "Operand") -> None:
-        """Raise unless each key/value head has the same number of query heads."""
-        heads_q, heads_kv = q.shape[-2], self.shape[-2]
-        if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
-            raise ValueError(
-                f"q must have a multiple of {name}'s heads, got {heads_q} query heads "
-                f"and {heads_kv} key/value heads"
-            )
-
     def check_layout(self, name: str, has_any_rows: bool = False) -> None:
         """Raise unless TMA can walk the tensor, perhaps also with more rows."""
         self.check_contiguous(name)
@@ -194,8 +179,8 @@ def describe_rare(name: str, tensor: torch.Tensor, alignment: int, has_backward:
             f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
             f"storage must be {alignment}-byte aligned"
         )
-    if alignment == 1:
-        check_resolved(name, tensor)
+    if alignment == 1 and tensor.is_neg():
+        raise ValueError(f"{name} is a lazily negated view: pass {name}.resolve_neg()")
     try:
         return operand_of(tensor)
     except RuntimeError as error:

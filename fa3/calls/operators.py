@@ -109,8 +109,7 @@ ATTENTION_OPTIONS = (
 )
 APPEND_OPTIONS = (
     f"{SCORE_ARGUMENTS}, Tensor? seqused_k=None, {CACHE}, Tensor? rotary_cos=None, "
-    "Tensor? rotary_sin=None, "
-    "Tensor? cu_seqlens_k_new=None, bool rotary_interleaved=True"
+    "Tensor? rotary_sin=None, Tensor? cu_seqlens_k_new=None, bool rotary_interleaved=True"
 )
 
 
@@ -191,7 +190,6 @@ def as_call(arguments: dict[str, Any]) -> dict[str, Any]:
 # and its tensors: the name stands for its class and its plain fields, and is given when a graph is
 # traced. Names are kept as long as the process lives, as graphs may. They mean nothing to another
 # process: one that loads an exported program has to name the same objects first, see `name_of`.
-
 
 NAMES: dict[Template, str] = {}
 TEMPLATES: dict[str, Template] = {}
@@ -532,20 +530,6 @@ def check_cached(arguments: dict[str, Any], window: Window) -> None:
     if longest_q is not None:
         raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {longest_q}")
     check_new_tokens(arguments)
-
-
-def trace_combine(
-    out_partial: torch.Tensor,
-    lse_partial: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_attn_combine` gives."""
-    refuse_gradients({"out_partial": out_partial, "lse_partial": lse_partial})
-    made, lse = COMBINE(
-        out_partial=out_partial, lse_partial=lse_partial, out=out, out_dtype=out_dtype
-    )
-    return made if out is None else out, lse
 
 
 def refuse_gradients(arguments: Mapping[str, Any]) -> None:

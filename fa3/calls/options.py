@@ -41,7 +41,6 @@ OPTION_DEFAULTS: dict[str, Any] = {
 """The options of public functions: bool, int from 0 on, float, or None where there is none; and
 what holds for functions without them."""
 
-
 OF_ALL = (
     "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse", "pack_gqa",
     "qv",

@@ -133,21 +133,13 @@ class PreparedAttention:
             **rest,
         )
 
-    # Sizes one by one: in a tuple they would take torch 0.4 us more.
-
     def new_out(self, q: torch.Tensor) -> torch.Tensor:
         """Allocate out; packed queries have another number of rows in each call."""
         shape = (q.shape[0], *self.out_shape[1:]) if len(self.lse_shape) == 2 else self.out_shape
+        # Sizes one by one, here and in `attend`: in a tuple they would take torch 0.4 us more.
         if q.dtype is self.out_dtype:
             return q.new_empty(*shape)
         return q.new_empty(*shape, dtype=self.out_dtype)
-
-    def new_lse(self, q: torch.Tensor) -> torch.Tensor:
-        """Allocate the log-sum-exp."""
-        shape = self.lse_shape
-        if len(shape) == 2:
-            shape = shape[0], q.shape[0]
-        return q.new_empty(*shape, dtype=torch.float32)
 
     def attend(
         self,
@@ -162,7 +154,8 @@ class PreparedAttention:
         if out is None:
             out = torch.empty_like(q) if self.is_out_like_q else self.new_out(q)
         if returns_lse:
-            values["lse"] = lse = self.new_lse(q)
+            shape = self.lse_shape if ends_q is None else (self.lse_shape[0], q.shape[0])
+            values["lse"] = lse = q.new_empty(*shape, dtype=torch.float32)
             values["address_of_lse"] = lse.data_ptr()
         if self.scales is not None:
             batch = q.shape[0] if ends_q is None else ends_q.shape[0] - 1
@@ -419,15 +412,6 @@ class PreparedAppend:
             values["q"] = out
 
 
-def check_vectors(call: AttentionCall) -> None:
-    """Raise if the append kernel cannot count what it copies and turns."""
-    for name, operand in (("k", call.k_new), ("q", call.q)):
-        *rows, heads, _ = operand.shape
-        count = math.prod(rows) * vectors_of_row(call, heads)
-        if count > MOST_VECTORS:
-            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors (16 B), got {count}")
-
-
 def vectors_of_row(call: AttentionCall, heads: int) -> int:
     """Vectors of 16 bytes in a row of heads."""
     return heads * max(call.head_dim, call.head_dim_v) // VECTOR
@@ -435,7 +419,11 @@ def vectors_of_row(call: AttentionCall, heads: int) -> int:
 
 def append_kernel(call: AttentionCall, options: Options, has_tiles: bool) -> Append:
     """The kernel that appends k and v of this call."""
-    check_vectors(call)
+    for name, operand in (("k", call.k_new), ("q", call.q)):
+        *rows, heads, _ = operand.shape
+        count = math.prod(rows) * vectors_of_row(call, heads)
+        if count > MOST_VECTORS:
+            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors (16 B), got {count}")
     rotary = None
     if call.rotary_cos is not None:
         dtype = str(call.rotary_cos.dtype).removeprefix("torch.")

@@ -94,10 +94,8 @@ def quantize(
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if is_packed and transpose_v:
         raise NotImplementedError("transpose_v must be False with packed sequences, got True")
-    options = Options(kind=PACKED if is_packed else DENSE)
-    kinds = {"smooth_k": smooth_k, "hadamard": hadamard, "transpose_v": transpose_v}
-    prepare = functools.partial(prepare_quantize, **kinds)
-    kernel = prepare_without_lengths(prepare, describe_tensors(tensors, options), options)
+    described = describe_tensors(tensors, Options(kind=PACKED if is_packed else DENSE))
+    kernel = prepare_without_lengths(prepare_quantize, described, smooth_k, hadamard, transpose_v)
     batch = q.shape[0]
     if is_packed:
         batch, totals = cu_seqlens_q.shape[0] - 1, (batch, k.shape[0])
@@ -141,7 +139,7 @@ def means_of(k: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_quantize(
-    call: AttentionCall, options: Options, smooth_k: bool, hadamard: bool, transpose_v: bool
+    call: AttentionCall, smooth_k: bool, hadamard: bool, transpose_v: bool
 ) -> Callable | None:
     """Validate a call and load its kernel.
 

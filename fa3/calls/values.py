@@ -20,14 +20,11 @@ from fa3.settings import SETTINGS
 ASSERTIONS = SETTINGS["FA3_ASSERTIONS"] == "1"
 """Whether to read back and check what is on a GPU, too."""
 
-
 MOST_SCORE = 2.0**24
 """Scores, scaled, up to which the softmax is right in float32 but for the rounding of the scores: a
 weight's relative error is up to 2**-23 of its score."""
 
-COUNT = "0 or more"
 IN_CACHE_ROW = "from 0 to {}, what the cache holds of a sequence"
-PADDING = "from 0 to the sequence's length of {}"
 
 
 def is_visible(value: int | torch.Tensor) -> bool:
@@ -99,7 +96,7 @@ def check_lengths(
         if ends is None:
             continue
         check_ends(f"cu_seqlens_{side}", ends, total, f"the rows of {side}")
-        check_each(f"seqused_{side}", used or (), LARGEST, COUNT)
+        check_each(f"seqused_{side}", used or (), LARGEST, "0 or more")
         for sequence, rows in enumerate(used_rows(ends, used)):
             if len(rows) > most:
                 raise ValueError(
@@ -204,7 +201,8 @@ def check_values(call: AttentionCall, values: dict[str, list | None], query_step
     if call.rotary_cos is not None:
         check_positions(call, values, query_step)
     if leftpads is not None:
-        check_each("cache_leftpad", leftpads, seqlens or call.capacity, PADDING)
+        padding = "from 0 to the sequence's length of {}"
+        check_each("cache_leftpad", leftpads, seqlens or call.capacity, padding)
     if rows is not None:
         check_each("cache_batch_idx", rows, call.num_sequences - 1, "from 0 to {}")
         if call.k_new is not None and len(set(rows)) < call.batch:
