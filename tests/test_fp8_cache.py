@@ -23,12 +23,13 @@ from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
 from fa3.planning import routes
-from fa3.planning.decode import Sizes, config_of, ctas_of_call
+from fa3.planning.costs import H200
+from fa3.planning.decode import DecodePlan, config_of
 from fa3.planning.tilings import converting_tiling
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.fp8_blocks import ConvertedPipeline
 from fa3.primitives.shared_memory import CAPACITY, padded
-from fa3.problem import AttentionSpec
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.stream_k import CtaGroups, StreamK
 from fa3.scores.masks import Band
@@ -517,8 +518,9 @@ def test_two_ctas_share_an_sm_where_they_fit():
             assert config.ctas_of_sm == (most if page_size != 1 and not shares else 1)
             assert config.ctas_of_sm * config.smem_bytes(spec) <= CAPACITY
             assert not shares or 2 * config.smem_bytes(spec) > CAPACITY
+            problem = Problem(spec, 1, rows, 8192, 8, 1, Window())
             for layout, count in ((cache, 132 * config.ctas_of_sm), (CacheLayout(), 132)):
-                assert ctas_of_call(spec, layout, Sizes(1, rows, 8, 1, 8192), 132) == count
+                assert DecodePlan.of(problem, H200, layout).num_ctas == count
 
 
 @pytest.mark.compiles

@@ -211,7 +211,7 @@ def fields_of_dense(call: AttentionCall, options: Options) -> dict[str, Any]:
         raise ValueError(
             "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
         )
-    if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
+    if choose_dense(problem, gpu, pack_gqa=pack_gqa, is_planned=is_planned).name == ZEROS:
         # There is no tile, so no plan either.
         schedule_name(schedule)
         return {"run": None, "problem": problem}

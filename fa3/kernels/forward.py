@@ -196,7 +196,7 @@ class Forward(AttentionKernel):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        return self.config.thread_registers(self.spec, self.cache is not None)
+        return self.config.thread_registers(self.cache is not None)
 
     @property
     def stages_o_in_q(self) -> bool:

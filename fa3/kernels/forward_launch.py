@@ -71,16 +71,16 @@ class ForwardConfig:
     def threads(self) -> int:
         return WARPGROUP * (1 + self.consumers)
 
-    def thread_registers(self, spec: AttentionSpec, has_cache: bool) -> tuple[int, int]:
+    def thread_registers(self, has_cache: bool) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a consumer."""
         table = REGISTERS_OF_PAGES if has_cache else REGISTERS
         if self.converted_stages:
             table = REGISTERS_OF_CONVERTERS
         return table[self.consumers]
 
-    def fragment_registers(self, spec: AttentionSpec) -> int:
+    def fragment_registers(self) -> int:
         """Registers of a consumer thread for fragments of S, P and O."""
-        return self.thread_registers(spec, False)[1] - OTHER_REGISTERS
+        return self.thread_registers(False)[1] - OTHER_REGISTERS
 
     @property
     def recompute(self) -> "ForwardConfig":
@@ -159,12 +159,12 @@ class ForwardConfig:
         if self.fixed_row_max and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_row_max must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)
-        if self.registers(spec) > self.fragment_registers(spec):
+        if self.registers(spec) > self.fragment_registers():
             drawn = " and random numbers" if spec.has_dropout else ""
             raise ValueError(
                 f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes "
                 f"{self.registers(spec)} registers a thread for S, P and O{drawn}, there are "
-                f"{self.fragment_registers(spec)} with tile_m={self.tile_m}"
+                f"{self.fragment_registers()} with tile_m={self.tile_m}"
             )
 
 

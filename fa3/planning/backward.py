@@ -87,6 +87,8 @@ KEYS_UNZEROED, MORE_KEYS_UNZEROED = 512, 1024
 the right, where key tiles begin at different queries. Without zeros 512 keys gained 5 to 22% and
 1024 up to 9%, at head size 256 nothing; longer ones lost up to 19% (docs/experiments.md)."""
 
+KEYS_OF_ONE_DQ = 1024  # keys up to which a second dQ accumulator does not pay for its memory
+
 WIDE = BackwardConfig(64, 128)
 NARROW = BackwardConfig(64, 64, warpgroups_share_keys=True)
 SPLIT = BackwardConfig(64, 128, k_stages=1, q_splits=2)
@@ -214,21 +216,19 @@ class BackwardPlan(PlanBase):
         if most_parts < 2:
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-        mask = problem.spec.mask
+        tiles = key_tiles_of(problem.spec, whole.config, sequence, is_ordered)
+        mask, sizes = problem.spec.mask, (heads, problem.qhead_per_kvhead, num_sms)
         # Whether key tiles may have parts of lines: see `fa3.primitives.key_line`.
         if is_ordered and not mask.left and whole.key_tiles_of_head <= TILES_OF_LINE:
-            tiles = key_tiles_of(problem.spec, whole.config, sequence, False)
-            ratio = problem.qhead_per_kvhead
             fitting = heads_in_lines(problem.spec, problem.seqlen_q)
             # Two sets under a causal mask lost 1 to 2% (docs/experiments.md).
             most_sets = 1 if mask.right else MOST_LINES
-            lines = share_lines((tiles,), heads, ratio, num_sms, fitting, most_sets)
+            # Lines have the first keys first, a fixed order the last ones.
+            lines = share_lines((tiles[::-1],), *sizes, fitting, most_sets)
             if lines is not None:
                 return replace(whole, shares=lines)
-        tiles = key_tiles_of(problem.spec, whole.config, sequence, is_ordered)
-        sizes = tiles, heads, problem.qhead_per_kvhead, num_sms, most_parts
-        shares = choose_shares(*sizes, is_ordered, not whole.is_long, whole.waves)
-        return replace(whole, shares=shares)
+        kind = most_parts, is_ordered, not whole.is_long, whole.waves
+        return replace(whole, shares=choose_shares(tiles, *sizes, *kind))
 
     @property
     def kernels(self) -> BackwardPass:
@@ -358,10 +358,9 @@ class BackwardPlan(PlanBase):
         block apart, and sequences long enough to pay for the memory (docs/experiments.md)."""
         if (length := self.shares.line_length) is not None:
             return accumulators_of_line(length, self.key_tiles_of_head)
-        is_long = self.problem.seqlen_k > MORE_KEYS_UNZEROED
         is_slow = (
             self.shares.block_parts > 1
-            or (self.config.warpgroups_share_keys and is_long)
+            or (self.config.warpgroups_share_keys and self.problem.seqlen_k > KEYS_OF_ONE_DQ)
             or (self.problem.window.right == NO_BOUND and self.is_small)
         )
         return 2 if self.is_ordered and is_slow else 1

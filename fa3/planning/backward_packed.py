@@ -28,6 +28,7 @@ from fa3.planning.key_split import (
     KeyTileWork,
     accumulators_of_line,
     choose_shares,
+    divisors,
     lines_of_group,
     most_parts_of,
     share_lines,
@@ -213,12 +214,6 @@ def rounded_length(length: int) -> int:
     """A length to `DIGITS`, upwards, and at least 1."""
     unit = 1 << max(0, length.bit_length() - DIGITS)
     return max(1, -(-length // unit) * unit)
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def divisors(number: int) -> tuple[int, ...]:
-    """From 1 up."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def heads_in_l2(main: Backward, sizes: PackedSizes, query_heads: int) -> int:

@@ -24,9 +24,9 @@ UNSURE = 0.25  # the same for candidates that were not measured
 LEAST_GAIN_US = 0.5  # `LEAST_MARGIN` in microseconds, for calls that take only a few
 
 
-def least_gain(us: float, margin: float = LEAST_MARGIN) -> float:
+def least_gain(us: float, is_measured: bool = True, margin: float = LEAST_MARGIN) -> float:
     """Microseconds that a candidate must gain to count as faster."""
-    return max(margin * us, LEAST_GAIN_US)
+    return max((margin if is_measured else UNSURE) * us, LEAST_GAIN_US)
 
 
 ENOUGH_CELLS = 4

@@ -20,7 +20,7 @@ import numpy as np
 from fa3.kernels.combine import GROUPS, Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import TILE_N, DecodeConfig
-from fa3.planning.costs import LEAST_MARGIN, UNSURE, Gpu, least_gain
+from fa3.planning.costs import Gpu, least_gain
 from fa3.planning.explanation import Candidate, choice_of, counted, duration
 from fa3.planning.launch import OF_FORWARD, FromCall, Launch, Memory, PlanBase
 from fa3.planning.prediction import Prediction
@@ -223,7 +223,9 @@ class DecodePlan(PlanBase):
     ) -> "DecodePlan":
         """Return the plan of calls whose K and V are a cache."""
         plan = cls(problem, gpu, cache, NoSplit(), gpu.num_sms, **kinds)
-        num_ctas = ctas_of_call(plan.spec, cache, plan.sizes, gpu.num_sms)
+        # With 16 bits a second CTA of an SM would be of the next call.
+        config = config_of(plan.spec, cache, StreamK, plan.sizes.rows)
+        num_ctas = gpu.num_sms * config.ctas_of_sm
         options = num_splits, batch_invariant, plan.is_packed, plan.appends
         cut = choose_cut(plan.sizes, plan.window, num_ctas, *options)
         return replace(plan, cut=cut, num_ctas=num_ctas)
@@ -368,9 +370,8 @@ class DecodePlan(PlanBase):
         """Whether it is predicted to be faster than all forward plans.
         By more than the margin."""
         us = self.predict().mean_us
-        margin = LEAST_MARGIN if self.is_measured else UNSURE
         best = min(other.prediction.mean_us for other in others)
-        return best - us > least_gain(us, margin)
+        return best - us > least_gain(us, self.is_measured)
 
     def compare_with(self, plan: Candidate, others: Iterable[Candidate]) -> str:
         """Compare it in a sentence with the plans of the forward kernel."""
@@ -388,7 +389,6 @@ class DecodePlan(PlanBase):
 
     def sentences(self) -> dict[str, str]:
         prediction, sizes, config = self.predict(), self.sizes, self.kernel().config
-        others = sorted(self.considered, key=lambda one: one.prediction.us)
         merge = "Combine merges" if len(self.launches()) > 1 else "The decode kernel merges"
         cut = f"All CTAs get equally many keys. {merge} the parts of split tiles."
         filled = "" if self.cache.is_full else ", if all sequences fill the cache"
@@ -406,7 +406,7 @@ class DecodePlan(PlanBase):
             f"{self.flops / prediction.us / 1e6:,.0f} TFLOP/s{filled}{unmeasured}.",
             "Bound": f"By {prediction.bound}: device memory {duration(prediction.memory_us)}, "
             f"compute {duration(prediction.compute_us)}, launches {prediction.launch_us:.1f} us.",
-            "Choice": choice_of("decode kernel", prediction, others),
+            "Choice": choice_of("decode kernel", prediction, self.considered),
         }
 
     def predict(self) -> Prediction:
@@ -452,12 +452,12 @@ def config_of(
     """Blocks of 64 keys, with stages that hold the bytes in flight.
     Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps."""
     gathers = cache.box(TILE_N) == 0
+    numbers = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))  # of a block of K and V
     if cache.is_fp8:
         if rows <= SHARED_ROWS and not gathers:
-            return shared_config(spec)
-        return fp8_config(spec, gathers)
-    columns = padded(spec.head_dim) + padded(spec.head_dim_v)
-    block = spec.element_bytes * TILE_N * columns
+            return shared_config(spec, numbers)
+        return fp8_config(spec, numbers, gathers)
+    block = spec.element_bytes * numbers
     one, two = (
         DecodeConfig(max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
@@ -467,10 +467,9 @@ def config_of(
     return two if two.ctas_of_sm * two.smem_bytes(spec) <= CAPACITY else one
 
 
-def shared_config(spec: AttentionSpec) -> DecodeConfig:
+def shared_config(spec: AttentionSpec, block_bytes: int) -> DecodeConfig:
     """The same where each warp has FP8 keys of its own."""
-    block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
-    stages = max(3, -(-SHARED_BYTES_IN_FLIGHT // block))
+    stages = max(3, -(-SHARED_BYTES_IN_FLIGHT // block_bytes))
     config = DecodeConfig(stages, q_stages=1, keys_by_warp=True)
     while 2 * config.smem_bytes(spec) <= CAPACITY:
         # Where another kernel has taken an SM, two CTAs would land on the next.
@@ -478,25 +477,18 @@ def shared_config(spec: AttentionSpec) -> DecodeConfig:
     return config
 
 
-def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
+def fp8_config(spec: AttentionSpec, block_bytes: int, gathers: bool) -> DecodeConfig:
     """The same with converter warps: stages for the bytes in flight."""
-    block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
     for ctas, q_stages, converted in FP8_TILINGS:
         empty = DecodeConfig(0, q_stages, ctas, converted)
-        stages = -(-FP8_BYTES_IN_FLIGHT[ctas] // block)
-        fits = stages * block <= CAPACITY // ctas - empty.smem_bytes(spec)
+        stages = -(-FP8_BYTES_IN_FLIGHT[ctas] // block_bytes)
+        fits = stages * block_bytes <= CAPACITY // ctas - empty.smem_bytes(spec)
         has_registers = not gathers and padded(spec.head_dim_v) <= COLUMNS_OF_TWO
         # With one Q tile the next is late, unless registers hold this one.
         is_early = q_stages >= converted or padded(spec.head_dim) <= COLUMNS_OF_HELD_Q
         if fits and is_early and (ctas == 1 or has_registers):
             break
     return replace(empty, kv_stages=stages)
-
-
-def ctas_of_call(spec: AttentionSpec, cache: CacheLayout, sizes: Sizes, num_sms: int) -> int:
-    """How many CTAs a call has that may use so many SMs."""
-    # With 16 bits the second CTA of an SM is of the next call.
-    return num_sms * config_of(spec, cache, StreamK, sizes.rows).ctas_of_sm
 
 
 def choose_cut(
@@ -515,19 +507,19 @@ def choose_cut(
     appends: bool = False,
 ) -> Cut:
     """Choose where tiles may be cut."""
-    blocks = sizes.most_blocks(window)
+    blocks, num_tiles = sizes.most_blocks(window), sizes.num_tiles
     if num_splits:
         # Depends on a sequence's own length only, so this is batch-invariant, too.
-        num_splits = min(num_splits, blocks)
-        return units_of(sizes, num_splits, 1, num_splits)
+        parts = min(num_splits, blocks)
+        return FixedSplit(parts, 1, parts, num_tiles) if parts > 1 else NoSplit()
     if batch_invariant:
         fewest, longest = (keys // TILE_N for keys in keys_of_unit(sizes.rows))
-        num_splits = max(1, UNITS_OF_SEQUENCE // (sizes.heads_kv * sizes.num_m_blocks))
-        max_parts = max(min(num_splits, -(-blocks // fewest)), -(-blocks // longest))
-        return units_of(sizes, num_splits, fewest, max_parts, longest)
+        units = max(1, UNITS_OF_SEQUENCE // (sizes.heads_kv * sizes.num_m_blocks))
+        parts = max(min(units, -(-blocks // fewest)), -(-blocks // longest))
+        return FixedSplit(units, fewest, parts, num_tiles, longest) if parts > 1 else NoSplit()
     if is_packed:
         return StreamK(num_ctas, BY_CTA)
-    num_tiles, has_many_rows = sizes.num_tiles, sizes.rows >= MOST_MERGED_ROWS
+    has_many_rows = sizes.rows >= MOST_MERGED_ROWS
     if has_many_rows and blocks <= MOST_WHOLE_BLOCKS and num_tiles <= num_ctas:
         return NoSplit()
     width = crew_width(sizes.heads_kv, num_tiles, num_ctas)
@@ -556,14 +548,6 @@ def keys_of_unit(rows: int) -> tuple[int, int]:
     keep the SMs busy: 16 rows on 1 x 8k took 14.8 us with 1024, 10.8 us with 512, 9.1 us with 256.
     """
     return (256, 512) if rows <= 16 else (2048, 2048)
-
-
-def units_of(
-    sizes: Sizes, num_splits: int, unit_blocks: int, max_parts: int, longest: int = MOST_ROOM
-) -> FixedSplit | NoSplit:
-    if max_parts == 1:
-        return NoSplit()
-    return FixedSplit(num_splits, unit_blocks, max_parts, sizes.num_tiles, longest)
 
 
 def whole_tiles_suffice(

@@ -66,10 +66,11 @@ def describe_plan(
 
 
 def choice_of(name: str, prediction: Prediction, others: Iterable[Candidate]) -> str:
-    """What was chosen, and candidates of other names with their predicted times."""
+    """What was chosen, and candidates of other names, the fastest first."""
     us = prediction.us
     lines = [f"{name}: {duration(us)}."]
-    for other in (one for one in others if one.name != name):
+    others = (one for one in others if one.name != name)
+    for other in sorted(others, key=lambda one: one.prediction.us):
         difference = other.prediction.us / us - 1 if us else 0.0
         remark = "" if other.measured else ", not measured"
         if 0 < us - other.prediction.us <= least_gain(us):

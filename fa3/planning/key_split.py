@@ -122,6 +122,12 @@ class Waves(NamedTuple):
         return min(range(1, max(1, min(self.fitting, heads)) + 1), key=cost)
 
 
+@functools.lru_cache(maxsize=REMEMBERED)
+def divisors(number: int) -> tuple[int, ...]:
+    """From 1 up."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
 def most_parts_of(num_tiles: int, num_sms: int, is_packed_in_order: bool = False) -> int:
     """Most parts of each of so many key tiles."""
     return (MOST_PARTS_OF_SM + is_packed_in_order) * num_sms // max(1, num_tiles)
@@ -133,7 +139,7 @@ def ways_to_share(
     """Ways to share key tiles of `group` query heads.
     CTAs have equally many heads each, or some of the query blocks. Up to `at_once` parts of a
     key/value head run at the same time."""
-    ways = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
+    ways = [KeyShares(n) for n in divisors(group)]
     waves = 1 if waits else MOST_WAVES_OF_BLOCKS
     by_blocks = [KeyShares(group, n) for n in BLOCK_PARTS]
     ways += [x for x in by_blocks if x.parts * len(tiles) <= waves * at_once]
@@ -193,7 +199,7 @@ def share_lines(
     most: tuple[int, int] | None = None,
 ) -> KeyShares | None:
     """How CTAs share key tiles by lines; None if none fit."""
-    fits = (n for n in range(1, group + 1) if group % n == 0 and n * fitting >= group)
+    fits = (n for n in divisors(group) if n * fitting >= group)
     sets = next(fits, group)
     units = [[tile.blocks * (group // sets) for tile in tiles] for tiles in sequences]
     lines, longest = heads * sets, max(map(max, units))

@@ -15,10 +15,10 @@ import numpy as np
 from fa3.complaints import check_type, shown
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import H200, LEAST_MARGIN, UNSURE, Gpu, as_gpu, has_mask, least_gain
+from fa3.planning.costs import H200, LEAST_MARGIN, Gpu, as_gpu, has_mask, least_gain
 from fa3.planning.decode import DecodePlan
 from fa3.planning.explanation import Candidate, choice_of, counted, describe_config, duration
-from fa3.planning.launch import OF_FORWARD, FromCall, Launch, Memory, PlanBase
+from fa3.planning.launch import NO_MEMORY, OF_FORWARD, FromCall, Launch, Memory, PlanBase
 from fa3.planning.prediction import Load, Prediction, Timeline, loads_of_whole_tiles, predict
 from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tilings import TiledProblem, configs
@@ -46,9 +46,7 @@ from fa3.schedules import (
 )
 from fa3.schedules.order import check_schedule
 from fa3.schedules.recompute import RecomputeTiles
-from fa3.schedules.split import MANY_TILES
-from fa3.scores import masks
-from fa3.scores.masks import Band
+from fa3.scores.masks import Band, Blocks
 from fa3.settings import check_settings
 
 
@@ -109,17 +107,15 @@ class Plan(PlanBase):
 
     @property
     def memory(self) -> Memory:
-        schedule, counters = self.schedule, []
-        kept: tuple[tuple[str, int, str], ...] = ()
-        if schedule.num_counters:
-            counters.append(("schedule_state", schedule.num_counters))
+        schedule, recompute, parts = self.schedule, self.recompute, NO_MEMORY
         if isinstance(schedule, SplitTiles):
             rows = self.config.tile_m * self.config.cluster
-            parts_memory = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
-            counters, kept = [*counters, *parts_memory.counters], parts_memory.kept
-        if self.recompute is not None:
-            counters.append(("marks", self.recompute.schedule.num_counters))
-        return Memory(tuple(counters), kept=kept)
+            parts = Memory.of_parts(schedule.num_slots, rows, self.problem.spec.head_dim_v)
+        counters = {"schedule_state": schedule.num_counters, **dict(parts.counters)}
+        if recompute is not None:
+            counters["marks"] = recompute.schedule.num_counters
+        used = ((name, count) for name, count in counters.items() if count)
+        return parts._replace(counters=tuple(used))
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""
@@ -136,7 +132,7 @@ class Plan(PlanBase):
         costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
 
         def cost_of(segment: Segment) -> tuple:
-            blocks = masks.Blocks(*by_m_block[segment.tile.m_block])
+            blocks = Blocks(*by_m_block[segment.tile.m_block])
             part_us = 0.0
             if not segment.is_whole:
                 part_us = costs.part_us_if(segment.begin == blocks.begin)
@@ -156,11 +152,11 @@ class Plan(PlanBase):
         problem, gpu, config, schedule = self.problem, self.gpu, self.config, self.schedule
         chosen = scheduled_candidate(self.tiled, schedule)
         prediction, order, cluster = chosen.prediction, schedule.order, config.cluster
-        others = sorted(self.considered, key=lambda one: one.prediction.us)
         grouped = DecodePlan.if_possible(problem, gpu)
         timeline = self.simulate()
         lane = "An SM" if cluster == 1 else f"A cluster of {cluster} SMs"
         ctas, tiles = schedule.num_clusters * cluster, order.num_tiles * cluster
+        kind = "CTA" if isinstance(schedule, SingleTile) else "persistent CTA"
         heads = problem.num_heads_q * problem.batch
         groups = -(-order.num_heads * order.batch // order.heads_per_group)
         together = counted(heads, "head") + " together"
@@ -182,7 +178,7 @@ class Plan(PlanBase):
             "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, "
             f"{config.kv_stages} of K and of V, O {own if config.own_o else 'staged where V was'}: "
             f"{config.smem_bytes(problem.spec):,} of {CAPACITY:,} bytes.",
-            "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
+            "Grid": f"{counted(ctas, kind)}"
             f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
             f"{counted(tiles, 'tile')}: {prediction.waves:,.2f} waves.",
             "Order": f"Schedule {schedule.name}: {together}, {arranged}.",
@@ -199,8 +195,8 @@ class Plan(PlanBase):
             "Bound": f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs "
             f"busy for {prediction.busy:.1%} of it, device memory "
             f"{duration(prediction.memory_us)}, launch {prediction.launch_us:.1f} us.",
-            "Choice": choice_of(chosen.name, prediction, others),
-            "Packing": "" if grouped is None else grouped.compare_with(chosen, others),
+            "Choice": choice_of(chosen.name, prediction, self.considered),
+            "Packing": grouped.compare_with(chosen, self.considered) if grouped else "",
         }
 
 
@@ -326,6 +322,9 @@ MARGIN_OF_PARTS = 0.008
 MARGIN_OF_LIST = 0.01
 """Share by which a list, laid out, must be predicted faster than parts to be taken after all."""
 
+MOST_TILES_IN_PARTS = 2560
+"""Tiles up to which `prefers_parts` holds. With more the host would take long to lay out parts."""
+
 
 def plan_forward(
     problem: Problem,
@@ -399,11 +398,8 @@ def plan_dense(
     if pack_gqa:
         return DecodePlan.of_dense(problem, gpu)
     plan, grouped = plan_forward(problem, gpu), DecodePlan.if_possible(problem, gpu)
-
-    def decode_is_faster() -> bool:
-        return grouped is not None and grouped.beats(plan.considered)
-
-    route = choose_dense(problem, gpu, pack_gqa, decode_is_faster=decode_is_faster)
+    is_faster = grouped is not None and grouped.beats(plan.considered)
+    route = choose_dense(problem, gpu, is_faster, pack_gqa=pack_gqa)
     if grouped is not None and route.name == DECODE:
         return replace(grouped, considered=plan.considered)
     return plan
@@ -449,7 +445,9 @@ def candidates(
     problem: Problem, gpu: Gpu, tilings: list[ForwardConfig], schedules: Iterable[str]
 ) -> list[Candidate]:
     """All candidates for a problem, with predicted times; `TILINGS`' choice first."""
-    first = first_schedule(problem.spec)
+    # In FP8 without a mask the dynamic schedule is 1 to 10% faster (docs/experiments.md).
+    is_full_fp8 = problem.spec.is_fp8 and not has_mask(problem.spec)
+    first = Dynamic.name if is_full_fp8 else TileList.name
     names = sorted(schedules, key=lambda name: name != first)
     compared = [
         one
@@ -466,21 +464,14 @@ def candidates(
     return candidates_of(TiledProblem(problem, gpu, alone), names)
 
 
-def first_schedule(spec: AttentionSpec) -> str:
-    """The schedule to take unless another one is predicted to be faster.
-    In FP8 without a mask the dynamic one is 1 to 10% faster (docs/experiments.md)."""
-    return Dynamic.name if spec.is_fp8 and not has_mask(spec) else TileList.name
-
-
 def prefers_parts(tiled: TiledProblem) -> bool:
     """Whether to split tiles, whatever times are predicted.
     In FP8 with head size 256 that is up to 9% faster in single CTAs (docs/experiments.md; timed
-    with up to 1024 tiles). Of more tiles than these the host would take long to lay out the parts.
-    """
+    with up to 1024 tiles)."""
     spec = tiled.problem.spec
     if not spec.is_fp8 or spec.head_dim != MAX_HEAD_DIM or tiled.config.cluster > 1:
         return False
-    return tiled.gpu.num_sms <= tiled.order.num_tiles <= MANY_TILES
+    return tiled.gpu.num_sms <= tiled.order.num_tiles <= MOST_TILES_IN_PARTS
 
 
 def candidates_of(tiled: TiledProblem, names: Iterable[str]) -> list[Candidate]:
@@ -501,8 +492,7 @@ def choose_candidate(compared: list[Candidate], least_margin: float = LEAST_MARG
 
     def is_faster(one: Candidate) -> bool:
         us = one.prediction.mean_us
-        margin = least_margin if one.measured else UNSURE
-        return first.prediction.mean_us - us > least_gain(us, margin)
+        return first.prediction.mean_us - us > least_gain(us, one.measured, least_margin)
 
     better = filter(is_faster, compared)
     return min(better, key=lambda one: one.prediction.mean_us, default=first)

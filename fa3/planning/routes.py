@@ -351,26 +351,19 @@ SENTENCES = {
 }
 
 
-def choose_route(
-    signature: Signature, sizes: PackedSizes, decode_is_faster: Callable[[], bool] | None = None
-) -> Route:
+def choose_route(signature: Signature, sizes: PackedSizes, decode_is_faster: bool = False) -> Route:
     """Choose the kernels of a call: by the first rule that holds."""
     for name, reason, holds in RULES[signature.call]:
         most_queries = holds(signature, sizes)
-        if most_queries and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
+        if most_queries and (reason != PREDICTED or decode_is_faster):
             return Route(name, most_queries if name in (DECODE, BOTH, BOTH_SPLIT) else 0, reason)
     raise AssertionError("the last rule always holds")
 
 
-def choose_dense(
-    problem: Problem,
-    gpu: Gpu,
-    pack_gqa: bool | None = None,
-    is_planned: bool = False,
-    decode_is_faster: Callable[[], bool] | None = None,
-) -> Route:
-    """Choose the kernels of a dense call."""
-    signature = Signature.of(DENSE, problem, gpu, is_planned=is_planned, pack_gqa=pack_gqa)
+def choose_dense(problem: Problem, gpu: Gpu, decode_is_faster: bool = False, **kinds: Any) -> Route:
+    """Choose the kernels of a dense call.
+    `kinds` are other fields of its `Signature`."""
+    signature = Signature.of(DENSE, problem, gpu, **kinds)
     return choose_route(signature, PackedSizes.of(problem), decode_is_faster)
 
 

@@ -152,7 +152,7 @@ class Tiling(NamedTuple):
             # for random numbers.
             and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
             and self.masked in (None, has_mask(spec))
-            and self.config.registers(spec) <= self.config.fragment_registers(spec)
+            and self.config.registers(spec) <= self.config.fragment_registers()
             and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))
         )
 
@@ -244,17 +244,15 @@ ROW_MAX = SETTINGS["FA3_ROW_MAX"]
 fails and costs 5-12% of a call. With "auto" the planner chooses between it and a fixed one."""
 
 
-TO_BOTH_SIDES = (("is_causal", False),)  # `constants` of ALiBi to both sides
-
-
 def takes_fixed_row_max(spec: AttentionSpec) -> bool:
     """Whether a fixed row max is possible and will rarely fail.
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
     up to `SLACK` powers of two no row can fail, so none needs to be marked."""
     if ROW_MAX == "online" or spec.is_fp8:
         return False
-    # In float16 biases to both sides rise too far in a block.
-    if spec.dtype == "float16" and any(x.constants == TO_BOTH_SIDES for x in spec.scores):
+    # In float16 biases of ALiBi to both sides rise too far in a block.
+    to_both_sides = (("is_causal", False),)
+    if spec.dtype == "float16" and any(x.constants == to_both_sides for x in spec.scores):
         return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores
@@ -265,16 +263,15 @@ def takes_fixed_row_max(spec: AttentionSpec) -> bool:
 def configs(problem: Problem, gpu: Gpu, is_searched: bool = False) -> list[ForwardConfig]:
     """The choice of `TILINGS` for a problem, then other measured configs.
     `is_searched` says that tiling and schedule are the planner's choice."""
-    first = choose_config(problem, gpu)
-    choices = [first]
-    for tiling in alternatives(problem.spec):
-        for config in with_clusters(with_row_max(tiling.config, problem), problem):
+    rows, choices = alternatives(problem.spec), [choose_config(problem, gpu)]
+    for row in rows:
+        for config in with_clusters(with_row_max(row.config, problem), problem):
             if config in choices or config.cluster > gpu.num_sms:
                 continue
             if TiledProblem(problem, gpu, config).costs.is_known:
                 choices.append(config)
     in_pairs = [config for config in choices if config.cluster_h > 1]
-    is_paired = is_searched and all(row.in_pairs for row in alternatives(problem.spec))
+    is_paired = is_searched and all(row.in_pairs for row in rows)
     return in_pairs if in_pairs and is_paired else choices
 
 

@@ -242,7 +242,6 @@ class Schedule:
 
     name: ClassVar[str]  # its name in calls and on the command line
 
-    is_persistent: ClassVar[bool] = True  # whether a cluster may work on several tiles
     takes_pairs: ClassVar[bool] = True  # whether a cluster may be two CTAs
     is_searched: ClassVar[bool] = True  # whether the planner may choose it, unasked
     reads_state: ClassVar[bool] = False  # whether the device half reads a table or counters, int32
@@ -391,7 +390,6 @@ class SingleTile(Schedule):
 
     name: ClassVar[str] = "single"
     table: ClassVar[None] = None
-    is_persistent: ClassVar[bool] = False
     is_searched: ClassVar[bool] = False
 
     @classmethod

@@ -238,14 +238,6 @@ class KeyRanges(NamedTuple):
     # What masked blocks add to each tile, in the same unit; its last part has them.
     masks: np.ndarray
 
-    @classmethod
-    def of(cls, blocks, costs) -> "KeyRanges":
-        """The work of tiles with these key blocks, in arrays."""
-        overheads = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
-        masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
-        masks = masked * (costs.masked_us / costs.full_us - 1)
-        return cls(blocks.begin, blocks.end, *overheads, masks)
-
 
 def end_of_last(
     segments: Segments, times: np.ndarray, merge: float, loads: np.ndarray | None = None
@@ -281,7 +273,11 @@ class SplitTiles(TableSchedule):
     @classmethod
     def make(cls, tiled) -> "SplitTiles":
         """Cut a tiled problem for all clusters, by its tiles' costs."""
-        ranges = KeyRanges.of(tiled.blocks_of_tiles(), tiled.costs)
+        blocks, costs = tiled.blocks_of_tiles(), tiled.costs
+        overheads = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
+        masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
+        masks = masked * (costs.masked_us / costs.full_us - 1)
+        ranges = KeyRanges(blocks.begin, blocks.end, *overheads, masks)
         return cls.cut(tiled.order, tiled.lanes, ranges)
 
     @classmethod

@@ -15,7 +15,6 @@ from fa3.tools.models import CACHE_DTYPES, CALLS, PRESETS, ROTARIES, SHORT_DTYPE
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
 GPU_NAMES = ("H100", "H200")  # what `fa3.planning.costs.GPUS` has
-USAGE_ERROR = 2  # exit status after wrong arguments
 
 SHAPE = "B,SQ,SK,HQ,HKV,D"  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
 
@@ -40,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 def fail_usage(command: str, message: object) -> NoReturn:
     """End with status 2 and one line about wrong arguments."""
     print(f"{command}: {message} (see {command} --help)", file=sys.stderr)
-    sys.exit(USAGE_ERROR)
+    sys.exit(2)
 
 
 def make_parser(version: str) -> Parser:
@@ -93,7 +92,7 @@ def add_plan(commands) -> None:
   fa3 plan --call packed --shape 64,512,512,32,8,128 --causal
   fa3 plan --call backward --shape 4,4096,4096,16,16,192 --head-dim-v 128 --causal
   fa3 plan --causal --png order.png                      # what each SM does when
-""".lstrip("\n"),
+""",
     )
     add_option(
         plan,
@@ -128,7 +127,7 @@ def add_compile(commands) -> None:
   fa3 compile --preset llama3-8b --calls paged            # only what vLLM calls
   fa3 compile --preset Llama-3.1-8B/config.json           # a model's own file from Hugging Face
   fa3 compile --heads 32,8 --head-dim 128 --dry-run       # list the kernels, compile nothing
-""".lstrip("\n"),
+""",
     )
     presets = f"one of {', '.join(PRESETS)}, or the path of a model's config.json"
     presets += (

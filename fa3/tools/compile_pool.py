@@ -22,9 +22,7 @@ from fa3.planning.explanation import describe_kernel
 from fa3.running.code_cache import cache_dir, check_can_keep
 from fa3.running.compiler import ARCH, OPTIONS, compiled, object_code
 
-ROOT = str(Path(__file__).parents[2])
-
-PROGRAM = f"""import sys; sys.path[0] = {ROOT!r}
+PROGRAM = f"""import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}
 from fa3.tools.compile_pool import compile_from_stdin; compile_from_stdin()"""
 """Runs this very package, wherever it is."""
 

@@ -132,7 +132,7 @@ def check(
     q, k = (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads, head_dim)
     problem = Problem.of(q, k, k, score=score, mask=mask)
     load_kernel(plan_forward(problem, H200).kernel())
-    name = f"{type(function).__name__}.{'visible' if score is None else 'score'}"
+    name = f"{type(function).__name__}.{method}"
     with torch.device("cpu"):  # whatever the default device is
         logits = 4 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
         # The reference goes first: an index that it refuses would be read out of bounds.

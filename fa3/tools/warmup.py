@@ -25,7 +25,7 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.kernel_base import KernelBase
 from fa3.kernels.transpose import Transpose
 from fa3.planning.costs import H100, H200, Gpu
-from fa3.planning.decode import MOST_MERGED_ROWS, SHARED_ROWS, DecodePlan, Sizes, config_of
+from fa3.planning.decode import FULL, MOST_MERGED_ROWS, SHARED_ROWS, DecodePlan, Sizes, config_of
 from fa3.planning.explanation import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.routes import CACHE, FORWARD, PACKED, SPLIT, Signature, launches_of_route
@@ -285,25 +285,23 @@ def known_gpus() -> list[Gpu]:
 def dense_kernels(model: Model) -> Iterator[KernelBase]:
     """What the planner chooses for calls without a cache, of all sizes."""
     for gpu in known_gpus():
-        for problem in problems_of(model):
+        for problem in dict.fromkeys(problems_of(model)):
             yield from (one.kernel for one in plan_forward(problem, gpu).launches())
     for window in () if model.is_fp8 else model.windows:
-        yield from kernels_on_cache(model, window, CacheLayout(has_seqlens=False))
-        yield from kernels_on_cache(model, window, CacheLayout(has_seqlens=False), num_splits=1)
+        yield from kernels_on_cache(model, window, FULL)
+        yield from kernels_on_cache(model, window, FULL, num_splits=1)
 
 
-def problems_of(model: Model) -> dict[Problem, None]:
-    """Calls without a cache, of all sizes, each once."""
+def problems_of(model: Model) -> Iterator[Problem]:
+    """Calls without a cache, of all sizes, some repeatedly."""
     ratio = model.heads_q // model.heads_kv
-    problems: dict[Problem, None] = {}
     for batch, seqlen_q, seqlen_k in itertools.product(BATCHES, SEQLENS, SEQLENS):
         if seqlen_q > seqlen_k or batch * seqlen_k > MOST_TOKENS:
             continue
         for window in model.windows:
             tight = window.tighten(seqlen_q, seqlen_k)
             sizes = batch, seqlen_q, seqlen_k, model.heads_kv, ratio
-            problems[Problem(spec_of(model, tight), *sizes, tight)] = None
-    return problems
+            yield Problem(spec_of(model, tight), *sizes, tight)
 
 
 def routed_kernels(
@@ -328,11 +326,11 @@ def routed_kernels(
 
 
 def kernels_on_cache(
-    model: Model, window: Window, cache: CacheLayout, num_splits: int = 0, **kinds: bool
+    model: Model, window: Window, cache: CacheLayout, num_splits: int = 0, is_packed: bool = False
 ) -> Iterator[KernelBase]:
     """Launches of calls on a cache, of any lengths."""
     heads = model.heads_kv, model.heads_q // model.heads_kv
-    kinds.setdefault("has_fp8_q", model.is_fp8)
+    kinds = {"is_packed": is_packed, "has_fp8_q": model.is_fp8}
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
     for capacity in (1, LONGEST):
         tight = Sizes(1, 1, *heads, capacity).bounds(window)
