@@ -137,8 +137,8 @@ class BackwardCall(NamedTuple):
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(made.layout.end)
         if dq is None:
-            kind = getattr(torch, self.problem.spec.out_dtype)
-            dq = torch.empty_like(q, dtype=kind, memory_format=torch.contiguous_format)
+            dtype = torch.float32 if self.problem.spec.has_float32_out else None
+            dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         dtype = torch.float32 if fp32_dkv else None
         dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)

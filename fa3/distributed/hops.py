@@ -59,7 +59,7 @@ class Hops:
         hops: one has all keys that are seen. Of several, the first has this rank's keys.
         keeps: whether keys that come are kept for the backward pass; else they come again.
         dkv_dtype: of dK and dV; fp32_parts: whether parts have theirs in fp32.
-        merges: whether outputs of several parts are merged.
+        merges: whether outputs of several parts are merged; part_dtype: of parts' out and dQ.
     """
 
     def __init__(self, call: RankCall, by_ring: bool) -> None:
@@ -77,6 +77,7 @@ class Hops:
             coming = Transfer(call, exchange, kinds[0], number=number % 2)
             self.hops.append(Hop(parts[rank], coming, going, used))
         self.merges = any(part.merges for hop in self.hops for part in hop.parts)
+        self.part_dtype = torch.float32 if self.merges else call.dtype
 
     def arrivals(
         self, there: Sequence[Sequence[Tensor]], step: int
@@ -100,9 +101,8 @@ class Hops:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, modifiers: tuple, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
-        kind = torch.float32 if self.merges else q.dtype
-        lses, out = list[tuple[int, Tensor]](), q.new_empty(*q.shape[:-1], v.shape[-1], dtype=kind)
-        kept, lse = list[Tensor](), None
+        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=self.part_dtype)
+        kept, lses, lse = list[Tensor](), list[tuple[int, Tensor]](), None
         # Copy engines want rows without gaps.
         for hop, keys in self.arrivals([(k.contiguous(), v.contiguous())], 1):
             for part in hop.parts:
@@ -135,8 +135,7 @@ class Hops:
         there = [*zip(kept[::2], kept[1::2], strict=True)]
         query_terms, key_terms, finish = Terms(), Terms(), lambda: Terms()
         d_sinks: Tensor | None = None
-        kind = torch.float32 if self.merges else q.dtype
-        dq = torch.empty_like(q, dtype=kind, memory_format=torch.contiguous_format)
+        dq = torch.empty_like(q, dtype=self.part_dtype, memory_format=torch.contiguous_format)
         if self.keeps and (going := self.hops[-1].going):
             going.meet()
         for hop, keys in self.arrivals(there, -1):
@@ -151,9 +150,9 @@ class Hops:
                 part_dq, *dkv, more = part.backward(tensors, read, to, self.fp32_parts)
                 if more is not None:
                     d_sinks = more if d_sinks is None else d_sinks + more
-                added_to = [x for at, (x,) in query_terms if at == rows and part.merges]
-                if added_to:  # hops take no memory of their own
-                    added_to[0].add_(part_dq)
+                sums = [x for at, (x,) in query_terms if at == rows and part.merges]
+                if sums:  # one sum for these rows, not a dQ for each hop
+                    sums[0].add_(part_dq)
                 else:
                     query_terms.append((rows, [part_dq]))
                 hop_terms.append((part.keys, dkv))

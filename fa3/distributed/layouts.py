@@ -141,9 +141,9 @@ class Contiguous(SequenceLayout):
 class Documents(SequenceLayout):
     """Ranks have whole packed documents, and chunks of some.
 
-    Ranks have equally many rows, but for one, and up to 2% more work than the mean, and the work of
-    a row or two. A rank has parts of four at most. These are cut as by `Zigzag`, but into unequal
-    shares. Whole documents come first, then first chunks, then second ones.
+    Ranks have equally many rows, but for one, and at most 2% more work than the mean, but for a row
+    or two. A rank has parts of four at most. These are cut as by `Zigzag`, but into unequal shares.
+    Whole documents come first, then first chunks, then second ones.
 
     Attributes:
         cu_seqlens: (documents + 1,) integers; the host waits for a tensor on a GPU.
@@ -197,9 +197,9 @@ def chunks_of(begins: Iterable[int], shares: list[list[int]], num_ranks: int) ->
     documents = [(x, dealt(range(x, x + sum(y)), y)) for x, y in zip(begins, shares, strict=False)]
     results = []
     for rank in range(num_ranks):
-        firsts = sorted((x[rank][0].start > begin, i) for i, (begin, x) in enumerate(documents))
-        chunks = [documents[i][1][rank][0] for _, i in firsts]
-        results.append((*chunks, *(x[rank][1] for _, x in documents)))
+        ours = [(begin, x[rank][0], x[rank][1]) for begin, x in documents]
+        firsts = [first for begin, first, _ in sorted(ours, key=lambda x: x[1].start > x[0])]
+        results.append((*firsts, *(second for _, _, second in ours)))
     return tuple(results)
 
 

@@ -452,12 +452,12 @@ def config_of(
     """Blocks of 64 keys, with stages that hold the bytes in flight.
     Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps."""
     gathers = cache.box(TILE_N) == 0
-    numbers = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))  # of a block of K and V
+    elements = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))  # of blocks of K and V
     if cache.is_fp8:
         if rows <= SHARED_ROWS and not gathers:
-            return shared_config(spec, numbers)
-        return fp8_config(spec, numbers, gathers)
-    block = spec.element_bytes * numbers
+            return shared_config(spec, elements)
+        return fp8_config(spec, elements, gathers)
+    block = spec.element_bytes * elements
     one, two = (
         DecodeConfig(max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
